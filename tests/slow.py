@@ -13,19 +13,13 @@ from torch import Tensor
 
 
 def slow_softmax_n(scores: Tensor, n: float, allowed: Tensor | None = None) -> Tensor:
-    """exp(s_j) / (n + sum_k exp(s_k)), row by row over the keys that may be seen."""
-    flat = scores.reshape(-1, scores.shape[-1])
-    open_ = torch.ones_like(flat, dtype=torch.bool) if allowed is None else _rows(allowed, scores)
-    rows = []
-    for row, seen in zip(flat, open_, strict=True):
-        if not bool(seen.any()):
-            rows.append(torch.zeros_like(row) + 0 * row.clamp(-1, 1))
-            continue
-        top = float(row[seen].detach().max())
-        top = max(top, math.log(n)) if n > 0 else top
-        powers = torch.where(seen, (row - top).exp(), torch.zeros_like(row))
-        rows.append(powers / ((n * math.exp(-top) if n > 0 else 0.0) + powers.sum()))
-    return torch.stack(rows).reshape(scores.shape)
+    """exp(s_j) / (n + sum_k exp(s_k)) over the keys that may be seen."""
+    seen = torch.ones_like(scores, dtype=torch.bool) if allowed is None else allowed.expand(scores.shape)
+    top = scores.detach().masked_fill(~seen, -math.inf).amax(-1, keepdim=True)
+    top = top.clamp_min(math.log(n)) if n > 0 else top.masked_fill(top == -math.inf, 0.0)
+    powers = (scores - top).masked_fill(~seen, -math.inf).exp()
+    total = powers.sum(-1, keepdim=True) + (n * torch.exp(-top) if n > 0 else 0.0)
+    return powers / total.masked_fill(total == 0, 1.0)
 
 
 def slow_clipped_softmax(
@@ -126,24 +120,16 @@ def slow_simple_attention(
             if allowed is not None:
                 seen = seen & allowed[min(b, allowed.shape[0] - 1), 0, t]
             count = max(int(seen.sum() if length == "true" else order.sum()), 1)
-            total = torch.zeros(heads, v.shape[-1], dtype=q.dtype)
-            for i in seen.nonzero().flatten().tolist():
-                total = total + (q[b, :, t] * k[b, :, i]).sum(-1, keepdim=True) * v[b, :, i]
-            out.append(total / math.sqrt(count))
+            products = (q[b, :, t, None] * k[b]).sum(-1) * seen
+            out.append((products[..., None] * v[b]).sum(1) / math.sqrt(count))
     return torch.stack(out).view(batch, queries, heads, -1).transpose(1, 2)
 
 
 def slow_belief_projection(heads: Tensor, values: Tensor, per_head: bool = False, eps: float = 1e-8) -> Tensor:
     """y - (<y, v> / max(<v, v>, eps)) v, token by token, over the joined heads or head by head; (B,L,H,D)."""
-    out = torch.empty_like(heads)
-    rows = []
-    for b in range(heads.shape[0]):
-        for t in range(heads.shape[1]):
-            y, v = heads[b, t], values[b, t]
-            pairs = zip(y, v, strict=True) if per_head else [(y.flatten(), v.flatten())]
-            cut = [one - (one @ own) / (own @ own).clamp_min(eps) * own for one, own in pairs]
-            rows.append(torch.stack(cut).view_as(y))
-    return torch.stack(rows).view_as(out)
+    y, v = (heads, values) if per_head else (heads.flatten(2), values.flatten(2))
+    share = (y * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True).clamp_min(eps)
+    return (y - share * v).view_as(heads)
 
 
 def slow_hopfield_scores(all_scores: list[Tensor], alpha_prime: float) -> Tensor:

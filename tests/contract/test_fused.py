@@ -26,16 +26,12 @@ from .harness import (
     forward,
     fresh,
     padding_side,
-    perturb,
     run_all,
+    swapped,
 )  # fmt: skip
 
 SDPA = ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu")
 POSITIONS = {"gpt2": "n_positions"}
-
-
-def model_of(family: str, cell: Cell, strength: float = 1.0) -> Any:
-    return perturb(swap_in(fresh(family), cell[0], strength=strength, **cell[1]))
 
 
 def runs(model: Any) -> set[str]:
@@ -87,7 +83,7 @@ def test_fused_equals_reference(
     family: str, padded: bool, cell: Cell, strength: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there is no fused form, the readable one runs by itself, and asking for the weights changes no bit."""
-    model = model_of(family, cell, strength)
+    model = swapped(family, cell, strength)
     batch = batch_of(family, padded=padding_side(family) if padded else None)
     without_fused_form = is_reference(model)
     with monkeypatch.context() as patched:
@@ -107,7 +103,7 @@ def test_fused_equals_reference(
 
 
 def test_most_variants_have_a_fused_form() -> None:
-    fused = [name for name in EVERY if not is_reference(model_of("bert", (name, {})))]
+    fused = [name for name in EVERY if not is_reference(swapped("bert", (name, {})))]
     assert len(fused) >= len(EVERY) // 3
     assert {"outeffhop", "belief", "gated", "modern_hopfield", "simpletron_resl"} <= set(fused)
     assert {"belief+outeffhop", "gated+outeffhop"} <= set(fused)
@@ -116,7 +112,7 @@ def test_most_variants_have_a_fused_form() -> None:
 @over_in_turn(WIDE + COMPOSED, "grad", [True, False])
 def test_what_describe_says_is_what_runs(family: str, cell: Cell, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fused primitive is called once per layer, and a layer that is fused never makes the weights itself."""
-    model, batch = model_of(family, cell), batch_of(family, padded=padding_side(family))
+    model, batch = swapped(family, cell), batch_of(family, padded=padding_side(family))
     (words,) = runs(model)
     layers = model.config.num_hidden_layers
     calls, in_blocks = count_references(monkeypatch), []
@@ -171,7 +167,7 @@ def allowed(family: str, batch: dict[str, Any], keys: int) -> Tensor:
 @over_in_turn(WIDE, ("padded", "strength"), [(False, 1.0), (True, 1.0), (True, 0.0)])
 def test_weights_on_request(family: str, padded: bool, cell: Cell, strength: float) -> None:
     """(B,H,Q,K) per layer, zeros where masked, the rows of normalized variants sum to at most 1; same outputs."""
-    model = model_of(family, cell, strength)
+    model = swapped(family, cell, strength)
     batch = batch_of(family, padded=padding_side(family) if padded else None)
     wanted = forward(model, batch)
     with torch.no_grad():

@@ -120,26 +120,6 @@ def test_a_draft_model(length: int, swapped: tuple[bool, bool], monkeypatch: pyt
     assert_same_tokens(model, repeating(family, length), monkeypatch, both, assistant_model=draft)
 
 
-@pytest.mark.parametrize("length", [SHORT, LONG])
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"num_beams": 3},
-        {"num_beams": 3, "num_return_sequences": 2},
-        {"num_beams": 3, "do_sample": True},
-        {"do_sample": True, "num_return_sequences": 3},
-    ],
-    ids=["beams", "several-beams", "beam-samples", "samples"],
-)
-def test_beams_and_samples(length: int, asked: dict[str, Any]) -> None:
-    model, prompt = causal("llama", LINEAR[0]), repeating("llama", length, batch=2)
-    torch.manual_seed(0)
-    wanted = plain(model, prompt, **asked)
-    torch.manual_seed(0)
-    got = model.generate(**prompt, max_new_tokens=NEW, **{"do_sample": False, **asked})
-    assert torch.equal(got, wanted)
-
-
 def test_beams_over_more_tokens_than_a_state_takes_back() -> None:
     model, prompt = causal("llama", LINEAR[0]), repeating("llama", SHORT, batch=2)
     asked = {"do_sample": False, "num_beams": 2, "max_new_tokens": 135}

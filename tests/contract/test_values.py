@@ -72,7 +72,7 @@ def assert_equals_slow(family: str, cell: Cell, strength: float, padded: bool, *
     assert_same(run_all(model, batch), wanted)
 
 
-@over(GRID + EVERY_SET)
+@over(WIDE + OPTIONS + EVERY_SET)
 def test_full_strength(family: str, cell: Cell) -> None:
     assert_equals_slow(family, cell, 1.0, padded=True)
 

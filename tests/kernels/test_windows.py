@@ -41,15 +41,13 @@ def key_mask(padding: str | None, batch: int, keys: int) -> Tensor | None:
 def seen(masks: Masks, batch: int, span: Span) -> Tensor:
     """(B,1,Q,K) bool, one query and one key at a time."""
     visible = torch.zeros(batch, 1, masks.queries, masks.keys, dtype=torch.bool)
-    for b, query in itertools.product(range(batch), range(masks.queries)):
+    real = torch.ones(batch, masks.keys) if masks.key_mask is None else masks.key_mask
+    for (b, row), query in itertools.product(enumerate(real.tolist()), range(masks.queries)):
         place = masks.keys - masks.queries + query
-        shown = [
-            key
-            for key in range(masks.keys)
-            if (masks.key_mask is None or masks.key_mask[b, key]) and (key <= place or not masks.causal)
-        ]
-        for rank, key in enumerate(shown):
-            visible[b, 0, query, key] = abs(place - key) < span.window or rank < span.sinks
+        shown = [key for key, seen in enumerate(row) if seen and (key <= place or not masks.causal)]
+        visible[b, 0, query, [key for key in shown if abs(place - key) < span.window or key in shown[: span.sinks]]] = (
+            True
+        )
     return visible
 
 
