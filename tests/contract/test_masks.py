@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tests import reference
 
-from .cells import COMPOSED, WIDE, Cell, is_linear, over, over_in_turn
+from .cells import WIDE, Cell, is_linear, over, over_in_turn
 from .harness import (
     BATCH,
     CAUSAL_FAMILIES,
@@ -50,7 +50,7 @@ def equals_slow(family: str, cell: Cell, strength: float, mask: Tensor) -> None:
     assert_same((got[0], {name: got[1][name] for name in wanted[1]}), wanted)
 
 
-@over(WIDE + COMPOSED, TEXT_FAMILIES)
+@over(WIDE, TEXT_FAMILIES)
 def test_any_bool_mask(family: str, cell: Cell) -> None:
     equals_slow(family, cell, 1.0, drawn_mask(family))
 

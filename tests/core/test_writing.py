@@ -29,7 +29,7 @@ def fill(folder: Path, *files: str) -> None:
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
     with claimed(out):
-        with pytest.raises(ValueError, match=r"another process writes into .*out; wait until it ends"), claimed(out):
+        with pytest.raises(ValueError, match="another process.*out"), claimed(out):
             pass
         with claimed(out, writes=False), claimed(tmp_path / "other"):
             pass
@@ -183,7 +183,7 @@ def test_killed_while_files_are_replaced(moves: int, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("path", ["file/out", "file", "file/a/b"])
 def test_a_folder_that_cannot_be_made(path: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=rf"{path} cannot be written \(.*file: Not a directory\); name another folder"):
+    with pytest.raises(OSError, match=rf"{path} cannot be written.*Not a directory"):
         check_writable(tmp_path / path)
     with pytest.raises(OSError, match="cannot be written"), claimed(tmp_path / "file" / "out"):
         pass
@@ -215,9 +215,7 @@ def test_a_check_leaves_nothing(tmp_path: Path) -> None:
 )
 def test_a_full_disk(problem: Exception, tmp_path: Path) -> None:
     with (
-        pytest.raises(
-            OSError, match=r"/out cannot be written: .*\. Make room; the same command then goes on\."
-        ) as told,
+        pytest.raises(OSError, match="/out cannot be written: .*Make room") as told,
         told_where(tmp_path / "out"),
         told_where(tmp_path / "out"),
     ):
