@@ -93,7 +93,7 @@ def main() -> None:
     recipe = [
         sys.executable,
         str(Path(__file__).parent / sweep["recipe"]),
-        str(configurations.find(sweep["config"], beside=arguments.sweep.parent)),
+        str(configurations.find(sweep["config"], relative_to=arguments.sweep.parent)),
     ]
     runs = [run for template in sweep["runs"] for run in expand(template)]
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -6,8 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ CONTROL = "softmax"
 DTYPES = ("float32", "bfloat16", "float16")
 # What a file says of a model or of data that a later file or an option replaces. It is not true of the new ones.
 OF_DATA = ("card_name", "dataset_config_name", "dataset_card_name", "train_data_card_name")
-OF_SPLITS = ("train_split_name", "test_split_name", "second_test_split_name", "streaming")
+OF_SPLITS = ("train_split_name", "test_split_name", "second_test_split_name")
 REPLACED = {
     "model_name_or_path": ("card_name", "base_model_card_name", "license"),
     "dataset_name": ("train_file", "test_file", *OF_DATA),
@@ -51,7 +50,7 @@ class ModelArguments:
     )
     license: str | None = field(
         default=None,
-        metadata={"help": "Licence on the card, as the Hub writes it; that of the base model's card if left out."},
+        metadata={"help": "Licence on the card, as the Hub writes it; none if left out."},
     )
     variant: str = field(
         default=CONTROL, metadata={"help": "Variant, as patch_model takes it; softmax is the control."}
@@ -170,12 +169,6 @@ class DataArguments:
     max_eval_samples: int | None = field(
         default=None, metadata={"help": "Number of held-out rows, from the first; all if left out."}
     )
-    streaming: bool = field(
-        default=False,
-        metadata={
-            "help": "Read no more of the set than the samples; needs --max_train_samples and --max_eval_samples."
-        },
-    )
     max_seq_length: int = field(default=128, metadata={"help": "Number of tokens that are kept of a row."})
     metrics: list[str] = field(
         default_factory=lambda: ["accuracy"], metadata={"help": "Metrics; the first is the headline."}
@@ -192,8 +185,6 @@ class DataArguments:
             raise ValueError("name the data by --dataset_name, or by --train_file and --test_file.")
         if (self.train_file is None) != (self.test_file is None):
             raise ValueError("--train_file and --test_file go together.")
-        if self.streaming and (self.max_train_samples is None or self.max_eval_samples is None):
-            raise ValueError("a stream may have no end: --streaming needs --max_train_samples and --max_eval_samples.")
 
     @property
     def input_columns(self) -> list[str]:
@@ -203,9 +194,7 @@ class DataArguments:
     @property
     def settings(self) -> dict[str, Any]:
         """All arguments on which the metrics depend: everything but the names for the card."""
-        usual = {"streaming": False}  # a later argument is not in the records of earlier runs
-        names = [name for name in vars(self) if not name.endswith("_card_name")]
-        return {name: getattr(self, name) for name in names if usual.get(name, ...) != getattr(self, name)}
+        return {name: value for name, value in vars(self).items() if not name.endswith("_card_name")}
 
     @property
     def published_name(self) -> str:
@@ -287,22 +276,9 @@ def parse(
     try:
         files = [configurations.find(word, recipe) for word in words[:count]]
         words = [*_without_accelerator(classes), *_from_yaml(files, words[count:]), *words[count:]]
-        *values, unknown = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
-        if unknown:
-            raise ValueError(_unknown(unknown[0], classes))
-        return tuple(values)
+        return parser.parse_args_into_dataclasses(words)
     except (ValueError, OSError) as problem:
         parser.exit(2, f"error: {' '.join(str(problem).split())}\n")
-
-
-def _unknown(word: str, classes: Sequence[Any]) -> str:
-    """The error for a word that no option takes."""
-    if not word.startswith("-"):
-        return f"{word!r} belongs to no option; write options as --name value (--help lists them)."
-    options = [f"--{option.name}" for cls in classes for option in fields(cls) if option.init]
-    meant = get_close_matches(word.partition("=")[0], options, n=1)
-    proposal = f"; did you mean {meant[0]}?" if meant else "."
-    return f"unknown option {word}{proposal} --help lists the options."
 
 
 def _from_yaml(paths: Sequence[Path], options: Sequence[str]) -> list[str]:

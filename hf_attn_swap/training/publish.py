@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, ModelCard
 from transformers import TrainingArguments
 
 from ..publish.card import render
@@ -32,7 +30,6 @@ from .outcome import Outcome
 
 PAIRED = "95 %, paired bootstrap over the held-out rows (1,000 draws), mean over seeds; it does not hold their spread"
 FEWEST_BLOCKS = 10
-HUB_SECONDS = 10.0
 ONE_SEED = "One seed: another would change the difference to the control."
 SMALL = "A small budget, the same for the control: it compares attentions, and is not the best this model can do."
 
@@ -113,7 +110,7 @@ def publish(
         wall_seconds=sum(outcome.wall_seconds for outcome in converted),
         intended_use=about.intended_use,
         limits=tuple(_limits(converted, about)),
-        license=model.license or (None if scratch else base_license(model)),
+        license=model.license,
         language=about.language,
     )
     folder = Path(training.output_dir or "runs") / model.run_name
@@ -127,19 +124,6 @@ def title(model: ModelArguments, data: DataArguments) -> str:
     names = [name.rpartition("/")[2] for name in (model.published_name, data.published_name)]
     whole = "-".join([*names, data.dataset_config_name or ""])
     return identifier(whole[: LONGEST_NAME - len(f"-{model.run_name}")])
-
-
-def base_license(model: ModelArguments) -> str | None:
-    """The licence that the pretrained model's card states: in its folder, or on the Hub. None without such a card."""
-    path = Path(model.model_name_or_path, "README.md")
-    card = None
-    with contextlib.suppress(Exception):  # no card, no network, no YAML: many types of errors
-        if path.is_file():
-            card = ModelCard.load(path).data
-        elif model.on_hub:
-            card = HfApi().model_info(model.published_name, timeout=HUB_SECONDS).card_data
-    stated = None if card is None else card.get("license")
-    return stated if isinstance(stated, str) and IDENTIFIER.fullmatch(stated) else None
 
 
 def _data(data: DataArguments, first: Outcome) -> DataSet:

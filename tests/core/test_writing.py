@@ -29,7 +29,7 @@ def fill(folder: Path, *files: str) -> None:
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
     with claimed(out):
-        with pytest.raises(ValueError, match="another process.*out"), claimed(out):
+        with pytest.raises(ValueError, match=r"another process.*out"), claimed(out):
             pass
         with claimed(out, writes=False), claimed(tmp_path / "other"):
             pass
@@ -215,7 +215,7 @@ def test_a_check_leaves_nothing(tmp_path: Path) -> None:
 )
 def test_a_full_disk(problem: Exception, tmp_path: Path) -> None:
     with (
-        pytest.raises(OSError, match="/out cannot be written: .*Make room") as told,
+        pytest.raises(OSError, match=r"/out cannot be written: .*Make room") as told,
         told_where(tmp_path / "out"),
         told_where(tmp_path / "out"),
     ):
