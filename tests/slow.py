@@ -33,67 +33,46 @@ def slow_clipped_softmax(
 
 def slow_sparsemax(scores: Tensor, allowed: Tensor | None = None) -> Tensor:
     """max(s - tau, 0) with sum 1: tau from the largest support whose smallest member stays positive."""
-    return _each_row(scores, allowed, _sparsemax_row)
+    scores, top, seen = _hidden(scores, allowed)
+    ordered, tau = scores.sort(-1, descending=True).values, top - 1
+    for size in range(1, scores.shape[-1] + 1):
+        trial = (ordered[..., :size].sum(-1, keepdim=True) - 1) / size
+        tau = torch.where(ordered[..., size - 1 : size] > trial, trial, tau)
+    return (scores - tau).clamp_min(0) * seen
 
 
 def slow_entmax15(scores: Tensor, allowed: Tensor | None = None) -> Tensor:
     """max(s / 2 - tau, 0)^2 with sum 1: tau solves the quadratic of the largest consistent support."""
-    return _each_row(scores, allowed, _entmax_row)
+    scores, top, seen = _hidden(scores, allowed)
+    half, tau = scores / 2, top / 2 - 1
+    ordered = half.sort(-1, descending=True).values
+    for size in range(2, scores.shape[-1] + 1):
+        mean = ordered[..., :size].mean(-1, keepdim=True)
+        spread = (ordered[..., :size] - mean).square().sum(-1, keepdim=True)
+        trial = mean - ((1 - spread) / size).masked_fill(spread >= 1, 1.0).sqrt()
+        tau = torch.where((spread < 1) & (trial <= ordered[..., size - 1 : size]), trial, tau)
+    return (half - tau).clamp_min(0).square() * seen
 
 
 def slow_entmax(scores: Tensor, alpha: float, allowed: Tensor | None = None) -> Tensor:
     """max((alpha - 1) s - tau, 0)^(1 / (alpha - 1)) with sum 1, for 1 < alpha <= 2: tau by 200 halvings."""
-    return _each_row(scores, allowed, lambda row: _entmax_alpha_row(row, alpha))
-
-
-def _entmax_alpha_row(row: Tensor, alpha: float) -> Tensor:
-    scaled = (alpha - 1) * (row - row.max())
-    low, high = -1.0, 0.0  # the weight of the maximum is 1, or 0
+    scores, top, seen = _hidden(scores, allowed)
+    scaled = ((alpha - 1) * (scores - top)).masked_fill(~seen, -math.inf)
+    low, high = torch.full_like(top, -1.0), torch.zeros_like(top)  # the weight of the maximum is 1, or 0
     for _ in range(200):
         tau = (low + high) / 2
-        over = bool((scaled - tau).clamp_min(0).pow(1 / (alpha - 1)).sum() > 1)
-        low, high = (tau, high) if over else (low, tau)
-    return (scaled - low).clamp_min(0).pow(1 / (alpha - 1))
+        over = (scaled - tau).clamp_min(0).pow(1 / (alpha - 1)).sum(-1, keepdim=True) > 1
+        low, high = torch.where(over, tau, low), torch.where(over, high, tau)
+    return (scaled - low.detach()).clamp_min(0).pow(1 / (alpha - 1))
 
 
-def _sparsemax_row(row: Tensor) -> Tensor:
-    ordered = row.sort(descending=True).values
-    tau = ordered[0] - 1
-    for size in range(1, len(row) + 1):
-        trial = (ordered[:size].sum() - 1) / size
-        if bool(ordered[size - 1] > trial):
-            tau = trial
-    return (row - tau).clamp_min(0)
-
-
-def _entmax_row(row: Tensor) -> Tensor:
-    half = row / 2
-    ordered = half.sort(descending=True).values
-    tau = ordered[0] - 1
-    for size in range(2, len(row) + 1):
-        mean = ordered[:size].mean()
-        spread = (ordered[:size] - mean).square().sum()
-        if bool(spread >= 1):
-            break
-        trial = mean - ((1 - spread) / size).sqrt()
-        if bool(trial <= ordered[size - 1]):
-            tau = trial
-    return (half - tau).clamp_min(0).square()
-
-
-def _each_row(scores: Tensor, allowed: Tensor | None, formula) -> Tensor:  # type: ignore[no-untyped-def]  # a row to a row
-    flat = scores.reshape(-1, scores.shape[-1])
-    open_ = torch.ones_like(flat, dtype=torch.bool) if allowed is None else _rows(allowed, scores)
-    rows = []
-    for row, seen in zip(flat, open_, strict=True):
-        where = seen.nonzero().flatten()
-        result = torch.zeros_like(row)
-        rows.append(result.index_put((where,), formula(row[where])) if len(where) else result)
-    return torch.stack(rows).reshape(scores.shape)
-
-
-def _rows(allowed: Tensor, scores: Tensor) -> Tensor:
-    return allowed.expand(scores.shape).reshape(-1, scores.shape[-1])
+def _hidden(scores: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The scores, with keys that may not be seen far below the row's maximum; the maximum; and what may be seen."""
+    seen = torch.ones_like(scores, dtype=torch.bool) if allowed is None else allowed.expand(scores.shape)
+    lowest = torch.finfo(scores.dtype).min
+    top = scores.masked_fill(~seen, lowest).amax(-1, keepdim=True)
+    top = top.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    return torch.where(seen, scores, top.detach() - 10), top, seen
 
 
 def slow_simple_attention(

@@ -13,6 +13,7 @@ from hf_attn_swap.kernels import weighted
 from hf_attn_swap.kernels.dispatch import Form
 from hf_attn_swap.layer import compute
 from tests import zoo
+from tests.harness.places import turns
 
 from .cells import COMPOSED, EVERY, FAMILY_NAMES, GRID, LINEAR, WIDE, Cell, is_linear, over_in_turn, swap_in
 from .harness import (
@@ -141,8 +142,7 @@ def test_what_describe_says_is_what_runs(family: str, cell: Cell, grad: bool, mo
         assert seen.count(*SDPA, "softmax", "_softmax") == 0, "linear attention computes no softmax at strength 1"
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
-@pytest.mark.parametrize("padded", [None, "right", "left"])
+@pytest.mark.parametrize(("family", "padded"), turns(TEXT_FAMILIES, [None, "right", "left"], 1))
 def test_linear_attention_never_builds_queries_times_keys(family: str, padded: str | None) -> None:
     length = 300
     model = swap_in(

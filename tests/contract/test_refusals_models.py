@@ -17,7 +17,7 @@ from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.wiring import seam
 from tests import zoo
 
-from .cells import FAMILY_NAMES
+from .cells import DEEP, FAMILY_NAMES
 from .harness import batch_of, forward, fresh, refused, swaps
 
 OWN_ATTENTION = [
@@ -122,8 +122,8 @@ def test_several_models_beside_each_other() -> None:
             act(both)
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize(("strength", "other"), [(0.0, "sdpa"), (1.0, "eager")])
+@pytest.mark.parametrize("family", DEEP)
 def test_another_attention_chosen_after_patching(family: str, strength: float, other: str) -> None:
     model = patch_model(fresh(family), "belief", strength=strength)
     model.set_attn_implementation(other)

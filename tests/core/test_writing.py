@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from safetensors import SafetensorError
 
 from hf_attn_swap import writing
 from hf_attn_swap.writing import check_writable, claimed, half_replaced, saved_whole, sibling, told_where
+from tests.harness.process import python
 
 
 def names(folder: Path) -> list[str]:
@@ -56,9 +55,7 @@ def test_the_lock_of_a_process_that_was_killed_is_open(tmp_path: Path) -> None:
         "import os, sys; from pathlib import Path; from hf_attn_swap.writing import claimed\n"
         "with claimed(Path(sys.argv[1])): os._exit(9)"
     )
-    root = Path(writing.__file__).parents[1]
-    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], check=False, cwd=root)
-    assert ended.returncode == 9
+    assert python("-c", code, tmp_path / "out", check=False).returncode == 9
     assert names(tmp_path) == ["out.attn_swap-lock"]
     with claimed(tmp_path / "out"):
         pass
