@@ -41,6 +41,7 @@ from tests.contract.harness import (
 from tests.generic import harness as generic
 from tests.harness.checkpointing import ABLE, enable
 from tests.harness.generation import assert_equal_generation, prompt_of
+from tests.harness.places import turns
 from tests.slow import slow_belief_projection
 
 from .batches import padded_batches
@@ -152,8 +153,7 @@ def test_the_formula(per_head: bool) -> None:
 # ---- What is chosen
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", PROJECTING)
+@pytest.mark.parametrize(("name", "variant"), turns(FAMILY_NAMES, PROJECTING, 1))
 def test_the_projection_takes_less(name: str, variant: str) -> None:
     """In every layer, by powers of two that fp16 holds; and a second call finds the same."""
     batches = padded_batches(name)
