@@ -16,7 +16,6 @@ import transformers
 from transformers import EsmConfig, EsmModel, TrainingArguments
 
 from docs.tables.architectures import PAGE, known, known_version, page
-from docs.tables.model_names import called
 from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.conversion import DistillationTrainer, Losses
 from hf_attn_swap.describe import NOTHING
@@ -152,14 +151,6 @@ def test_a_model_without_attention_is_not_one_with_its_own() -> None:
     assert bloom.endswith("| all: bloom |")
     assert "it has no attention" in mamba
     assert mamba.endswith("| all: mamba |")
-
-
-@pytest.mark.parametrize(
-    ("model_type", "name"),
-    [("deepseek_v3", "DeepSeek-V3"), ("gemma3_text", "Gemma 3, text"), ("qwen2_5_vl", "Qwen2.5 VL"), ("gpt2", "GPT-2")],
-)
-def test_families_have_the_names_that_people_use(model_type: str, name: str) -> None:
-    assert called(model_type) == name
 
 
 @pytest.mark.parametrize(

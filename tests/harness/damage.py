@@ -56,7 +56,7 @@ WRONG: dict[Place, tuple[str, tuple[Any, ...]]] = {
     BLOCK: (KEYS, (True, False, 0, "x", [], {}, [1], {"version": 1}, {"__class__": "os.system"})),
     (*BLOCK, "code"): (KEYS, ("print(1)",)),
     (*BLOCK, "version"): ("version must be 1|newer hf_attn_swap", (*NUMBERS, 0, 2, 1.0)),
-    (*BLOCK, "modules"): ("modules must be|another model", (*NUMBERS, 0, 2, 4, 3.0, 10**9)),
+    (*BLOCK, "modules"): ("modules must be|another model|layers must be", (*NUMBERS, 0, 2, 4, 3.0, 10**9)),
     (*BLOCK, "swaps"): (f"swaps must be|{KEYS}", (None, 0, "x", {}, [], [None], [[]], ["belief"], [{}], [None] * 50)),
     (*BLOCK, "swaps", 1): ("swapped twice", (SAME_LAYER,)),
     (*SWAP, "variant"): (
