@@ -194,12 +194,11 @@ class SlowLayer(nn.Module):
     def window(self, bias: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
         """What is added to the scores (B,H,Q,K), and what a query may see: one query and one key at a time."""
         width, sinks, full = (self.chosen["window"][name] for name in ("window", "sinks", "full_heads"))
-        outside = torch.zeros_like(allowed)
+        outside, seen = torch.zeros_like(allowed), allowed.tolist()
         for b, h, i in itertools.product(*map(range, allowed.shape[:3])):
             if h // self.groups in full:
                 continue
-            seen = [j for j in range(allowed.shape[3]) if allowed[b, h, i, j]]
-            for j in seen[sinks:]:
+            for j in [j for j, shown in enumerate(seen[b][h][i]) if shown][sinks:]:
                 outside[b, h, i, j] = not i - width < j < i + width
         if self.s == 1:
             return bias, allowed & ~outside

@@ -13,19 +13,13 @@ from torch import Tensor
 
 
 def slow_softmax_n(scores: Tensor, n: float, allowed: Tensor | None = None) -> Tensor:
-    """exp(s_j) / (n + sum_k exp(s_k)), row by row over the keys that may be seen."""
-    flat = scores.reshape(-1, scores.shape[-1])
-    open_ = torch.ones_like(flat, dtype=torch.bool) if allowed is None else _rows(allowed, scores)
-    rows = []
-    for row, seen in zip(flat, open_, strict=True):
-        if not bool(seen.any()):
-            rows.append(torch.zeros_like(row) + 0 * row.clamp(-1, 1))
-            continue
-        top = float(row[seen].detach().max())
-        top = max(top, math.log(n)) if n > 0 else top
-        powers = torch.where(seen, (row - top).exp(), torch.zeros_like(row))
-        rows.append(powers / ((n * math.exp(-top) if n > 0 else 0.0) + powers.sum()))
-    return torch.stack(rows).reshape(scores.shape)
+    """exp(s_j) / (n + sum_k exp(s_k)) over the keys that may be seen."""
+    seen = torch.ones_like(scores, dtype=torch.bool) if allowed is None else allowed.expand(scores.shape)
+    top = scores.detach().masked_fill(~seen, -math.inf).amax(-1, keepdim=True)
+    top = top.clamp_min(math.log(n)) if n > 0 else top.masked_fill(top == -math.inf, 0.0)
+    powers = (scores - top).masked_fill(~seen, -math.inf).exp()
+    total = powers.sum(-1, keepdim=True) + (n * torch.exp(-top) if n > 0 else 0.0)
+    return powers / total.masked_fill(total == 0, 1.0)
 
 
 def slow_clipped_softmax(
@@ -39,67 +33,46 @@ def slow_clipped_softmax(
 
 def slow_sparsemax(scores: Tensor, allowed: Tensor | None = None) -> Tensor:
     """max(s - tau, 0) with sum 1: tau from the largest support whose smallest member stays positive."""
-    return _each_row(scores, allowed, _sparsemax_row)
+    scores, top, seen = _hidden(scores, allowed)
+    ordered, tau = scores.sort(-1, descending=True).values, top - 1
+    for size in range(1, scores.shape[-1] + 1):
+        trial = (ordered[..., :size].sum(-1, keepdim=True) - 1) / size
+        tau = torch.where(ordered[..., size - 1 : size] > trial, trial, tau)
+    return (scores - tau).clamp_min(0) * seen
 
 
 def slow_entmax15(scores: Tensor, allowed: Tensor | None = None) -> Tensor:
     """max(s / 2 - tau, 0)^2 with sum 1: tau solves the quadratic of the largest consistent support."""
-    return _each_row(scores, allowed, _entmax_row)
+    scores, top, seen = _hidden(scores, allowed)
+    half, tau = scores / 2, top / 2 - 1
+    ordered = half.sort(-1, descending=True).values
+    for size in range(2, scores.shape[-1] + 1):
+        mean = ordered[..., :size].mean(-1, keepdim=True)
+        spread = (ordered[..., :size] - mean).square().sum(-1, keepdim=True)
+        trial = mean - ((1 - spread) / size).masked_fill(spread >= 1, 1.0).sqrt()
+        tau = torch.where((spread < 1) & (trial <= ordered[..., size - 1 : size]), trial, tau)
+    return (half - tau).clamp_min(0).square() * seen
 
 
 def slow_entmax(scores: Tensor, alpha: float, allowed: Tensor | None = None) -> Tensor:
     """max((alpha - 1) s - tau, 0)^(1 / (alpha - 1)) with sum 1, for 1 < alpha <= 2: tau by 200 halvings."""
-    return _each_row(scores, allowed, lambda row: _entmax_alpha_row(row, alpha))
-
-
-def _entmax_alpha_row(row: Tensor, alpha: float) -> Tensor:
-    scaled = (alpha - 1) * (row - row.max())
-    low, high = -1.0, 0.0  # the weight of the maximum is 1, or 0
+    scores, top, seen = _hidden(scores, allowed)
+    scaled = ((alpha - 1) * (scores - top)).masked_fill(~seen, -math.inf)
+    low, high = torch.full_like(top, -1.0), torch.zeros_like(top)  # the weight of the maximum is 1, or 0
     for _ in range(200):
         tau = (low + high) / 2
-        over = bool((scaled - tau).clamp_min(0).pow(1 / (alpha - 1)).sum() > 1)
-        low, high = (tau, high) if over else (low, tau)
-    return (scaled - low).clamp_min(0).pow(1 / (alpha - 1))
+        over = (scaled - tau).clamp_min(0).pow(1 / (alpha - 1)).sum(-1, keepdim=True) > 1
+        low, high = torch.where(over, tau, low), torch.where(over, high, tau)
+    return (scaled - low.detach()).clamp_min(0).pow(1 / (alpha - 1))
 
 
-def _sparsemax_row(row: Tensor) -> Tensor:
-    ordered = row.sort(descending=True).values
-    tau = ordered[0] - 1
-    for size in range(1, len(row) + 1):
-        trial = (ordered[:size].sum() - 1) / size
-        if bool(ordered[size - 1] > trial):
-            tau = trial
-    return (row - tau).clamp_min(0)
-
-
-def _entmax_row(row: Tensor) -> Tensor:
-    half = row / 2
-    ordered = half.sort(descending=True).values
-    tau = ordered[0] - 1
-    for size in range(2, len(row) + 1):
-        mean = ordered[:size].mean()
-        spread = (ordered[:size] - mean).square().sum()
-        if bool(spread >= 1):
-            break
-        trial = mean - ((1 - spread) / size).sqrt()
-        if bool(trial <= ordered[size - 1]):
-            tau = trial
-    return (half - tau).clamp_min(0).square()
-
-
-def _each_row(scores: Tensor, allowed: Tensor | None, formula) -> Tensor:  # type: ignore[no-untyped-def]  # a row to a row
-    flat = scores.reshape(-1, scores.shape[-1])
-    open_ = torch.ones_like(flat, dtype=torch.bool) if allowed is None else _rows(allowed, scores)
-    rows = []
-    for row, seen in zip(flat, open_, strict=True):
-        where = seen.nonzero().flatten()
-        result = torch.zeros_like(row)
-        rows.append(result.index_put((where,), formula(row[where])) if len(where) else result)
-    return torch.stack(rows).reshape(scores.shape)
-
-
-def _rows(allowed: Tensor, scores: Tensor) -> Tensor:
-    return allowed.expand(scores.shape).reshape(-1, scores.shape[-1])
+def _hidden(scores: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The scores, with keys that may not be seen far below the row's maximum; the maximum; and what may be seen."""
+    seen = torch.ones_like(scores, dtype=torch.bool) if allowed is None else allowed.expand(scores.shape)
+    lowest = torch.finfo(scores.dtype).min
+    top = scores.masked_fill(~seen, lowest).amax(-1, keepdim=True)
+    top = top.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    return torch.where(seen, scores, top.detach() - 10), top, seen
 
 
 def slow_simple_attention(
@@ -126,24 +99,16 @@ def slow_simple_attention(
             if allowed is not None:
                 seen = seen & allowed[min(b, allowed.shape[0] - 1), 0, t]
             count = max(int(seen.sum() if length == "true" else order.sum()), 1)
-            total = torch.zeros(heads, v.shape[-1], dtype=q.dtype)
-            for i in seen.nonzero().flatten().tolist():
-                total = total + (q[b, :, t] * k[b, :, i]).sum(-1, keepdim=True) * v[b, :, i]
-            out.append(total / math.sqrt(count))
+            products = (q[b, :, t, None] * k[b]).sum(-1) * seen
+            out.append((products[..., None] * v[b]).sum(1) / math.sqrt(count))
     return torch.stack(out).view(batch, queries, heads, -1).transpose(1, 2)
 
 
 def slow_belief_projection(heads: Tensor, values: Tensor, per_head: bool = False, eps: float = 1e-8) -> Tensor:
     """y - (<y, v> / max(<v, v>, eps)) v, token by token, over the joined heads or head by head; (B,L,H,D)."""
-    out = torch.empty_like(heads)
-    rows = []
-    for b in range(heads.shape[0]):
-        for t in range(heads.shape[1]):
-            y, v = heads[b, t], values[b, t]
-            pairs = zip(y, v, strict=True) if per_head else [(y.flatten(), v.flatten())]
-            cut = [one - (one @ own) / (own @ own).clamp_min(eps) * own for one, own in pairs]
-            rows.append(torch.stack(cut).view_as(y))
-    return torch.stack(rows).view_as(out)
+    y, v = (heads, values) if per_head else (heads.flatten(2), values.flatten(2))
+    share = (y * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True).clamp_min(eps)
+    return (y - share * v).view_as(heads)
 
 
 def slow_hopfield_scores(all_scores: list[Tensor], alpha_prime: float) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests import slow, zoo
+from tests.contract.harness import assert_same, batch_of, fresh, run
 from tests.reference import reference_model
 
 LN2, LN3 = math.log(2), math.log(3)
@@ -47,32 +48,6 @@ def close(got: Tensor, wanted: Tensor, tolerance: float = 1e-12) -> None:
     assert float((got - wanted).abs().max()) <= tolerance * max(1.0, float(wanted.abs().max()))
 
 
-def stock(family: str, **config: Any) -> Any:
-    small = {"patch_size": 8} if family == "vit" else {}
-    return zoo.build(family, torch.float64, **(small | config))
-
-
-def batch_of(family: str, padded: str | None = None) -> dict[str, Tensor]:
-    return zoo.inputs(family, batch=2, length=5, padded=padded, dtype=torch.float64)
-
-
-def run(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Outputs of real tokens, and one vector of all gradients of the pretrained parameters by name."""
-    out = zoo.output(model(**batch))
-    if "attention_mask" in batch:
-        out = out[batch["attention_mask"].bool()]
-    generator = torch.Generator().manual_seed(2)
-    (out * torch.randn(out.shape, generator=generator, dtype=torch.float64)).sum().backward()
-    named = sorted(model.named_parameters())
-    slopes = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for _, p in named]
-    return out.detach(), torch.cat(slopes)
-
-
-def assert_same(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
-    close(got[0], wanted[0])
-    assert float((got[1] - wanted[1]).norm() / wanted[1].norm()) <= 1e-12
-
-
 def parameters_of(variant: str) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(3)
     shapes = {key: shape for name in variant.split("+") for key, shape in PARAMETERS.get(name, {}).items()}
@@ -83,32 +58,32 @@ def parameters_of(variant: str) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("layers", [None, {0}], ids=str)
 def test_softmax_is_the_stock_model(family: str, padded: str | None, layers: set[int] | None) -> None:
     """Against SDPA: eager attention rounds its weights to fp32 in OPT, LLaMA and ViT, whatever the model's dtype."""
-    batch = batch_of(family, padded)
-    assert_same(run(reference_model(stock(family), "softmax", layers=layers), batch), run(stock(family), batch))
+    batch = batch_of(family, padded=padded)
+    assert_same(run(reference_model(fresh(family), "softmax", layers=layers), batch), run(fresh(family), batch))
 
 
 @pytest.mark.parametrize(("family", "variant"), list(zip(itertools.cycle(["bert", "llama"]), AT_ZERO)))
 def test_strength_zero_is_the_stock_model(family: str, variant: str) -> None:
-    batch = batch_of(family, "left")
-    slow_model = reference_model(stock(family), variant, strength=0.0, parameters=parameters_of(variant))
-    assert_same(run(slow_model, batch), run(stock(family), batch))
+    batch = batch_of(family, padded="left")
+    slow_model = reference_model(fresh(family), variant, strength=0.0, parameters=parameters_of(variant))
+    assert_same(run(slow_model, batch), run(fresh(family), batch))
 
 
 def test_the_carry_starts_from_zero() -> None:
     """H_1 = (1 - alpha') S_1: the model whose queries of that layer are smaller by 1 - alpha'."""
-    model, halved, batch = stock("bert"), stock("bert"), batch_of("bert", "right")
+    model, halved, batch = fresh("bert"), fresh("bert"), batch_of("bert", padded="right")
     with torch.no_grad():
         for parameter in halved.bert.encoder.layer[1].attention.self.query.parameters():
             parameter.mul_(0.25)
     options = {"alpha": 0.0, "alpha_prime": 0.75}
     close(run(reference_model(model, "modern_hopfield", options=options, layers={1}), batch)[0], run(halved, batch)[0])
     first = reference_model(model, "modern_hopfield", options=options | {"init": "first"}, layers={1})
-    close(run(first, batch)[0], run(stock("bert"), batch)[0])
+    close(run(first, batch)[0], run(fresh("bert"), batch)[0])
 
 
 def test_the_skip_rescales_a_post_norm_layer() -> None:
     """In a post-norm layer alpha scales W_o and b_o by (1 - alpha) / (1 + alpha); exact if the norm has no epsilon."""
-    model, scaled = (stock("bert", layer_norm_eps=0.0) for _ in range(2))
+    model, scaled = (fresh("bert", layer_norm_eps=0.0) for _ in range(2))
     batch = batch_of("bert")
     with torch.no_grad():
         for layer in scaled.bert.encoder.layer:
@@ -120,7 +95,7 @@ def test_the_skip_rescales_a_post_norm_layer() -> None:
 def test_a_gate_at_its_start_is_open() -> None:
     start = {"gated.gate.weight": torch.zeros(4, 8, dtype=torch.float64), "gated.gate.bias": tensor(*[-LN3] * 4)}
     batch = batch_of("gpt2")
-    assert_same(run(reference_model(stock("gpt2"), "gated", parameters=[start] * 3), batch), run(stock("gpt2"), batch))
+    assert_same(run(reference_model(fresh("gpt2"), "gated", parameters=[start] * 3), batch), run(fresh("gpt2"), batch))
 
 
 def test_softmax_n_by_hand() -> None:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from hf_attn_swap.layer.swap import Swap
 from tests import reference, zoo
 
-from .cells import FAMILY_NAMES
+from .cells import FAMILY_NAMES, Cell, swap_in
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}  # docs/mathematics.md, section Strength and exactness
 LENGTH, BATCH = 6, 2
@@ -143,6 +143,11 @@ def perturb(model: nn.Module, seed: int = 3) -> nn.Module:
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.add_(0.3 * noise.to(parameter.dtype))
     return model
+
+
+def swapped(family: str, cell: Cell, strength: float = 1.0, dtype: torch.dtype = torch.float64) -> Any:
+    """A patched model whose own parameters are away from their neutral start."""
+    return perturb(swap_in(fresh(family, dtype), cell[0], strength=strength, **cell[1]))
 
 
 def neutral(model: nn.Module) -> bool:

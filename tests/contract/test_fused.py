@@ -13,6 +13,7 @@ from hf_attn_swap.kernels import weighted
 from hf_attn_swap.kernels.dispatch import Form
 from hf_attn_swap.layer import compute
 from tests import zoo
+from tests.harness.places import turns
 
 from .cells import COMPOSED, EVERY, FAMILY_NAMES, GRID, LINEAR, WIDE, Cell, is_linear, over_in_turn, swap_in
 from .harness import (
@@ -26,16 +27,12 @@ from .harness import (
     forward,
     fresh,
     padding_side,
-    perturb,
     run_all,
+    swapped,
 )  # fmt: skip
 
 SDPA = ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu")
 POSITIONS = {"gpt2": "n_positions"}
-
-
-def model_of(family: str, cell: Cell, strength: float = 1.0) -> Any:
-    return perturb(swap_in(fresh(family), cell[0], strength=strength, **cell[1]))
 
 
 def runs(model: Any) -> set[str]:
@@ -87,7 +84,7 @@ def test_fused_equals_reference(
     family: str, padded: bool, cell: Cell, strength: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there is no fused form, the readable one runs by itself, and asking for the weights changes no bit."""
-    model = model_of(family, cell, strength)
+    model = swapped(family, cell, strength)
     batch = batch_of(family, padded=padding_side(family) if padded else None)
     without_fused_form = is_reference(model)
     with monkeypatch.context() as patched:
@@ -107,7 +104,7 @@ def test_fused_equals_reference(
 
 
 def test_most_variants_have_a_fused_form() -> None:
-    fused = [name for name in EVERY if not is_reference(model_of("bert", (name, {})))]
+    fused = [name for name in EVERY if not is_reference(swapped("bert", (name, {})))]
     assert len(fused) >= len(EVERY) // 3
     assert {"outeffhop", "belief", "gated", "modern_hopfield", "simpletron_resl"} <= set(fused)
     assert {"belief+outeffhop", "gated+outeffhop"} <= set(fused)
@@ -116,7 +113,7 @@ def test_most_variants_have_a_fused_form() -> None:
 @over_in_turn(WIDE + COMPOSED, "grad", [True, False])
 def test_what_describe_says_is_what_runs(family: str, cell: Cell, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fused primitive is called once per layer, and a layer that is fused never makes the weights itself."""
-    model, batch = model_of(family, cell), batch_of(family, padded=padding_side(family))
+    model, batch = swapped(family, cell), batch_of(family, padded=padding_side(family))
     (words,) = runs(model)
     layers = model.config.num_hidden_layers
     calls, in_blocks = count_references(monkeypatch), []
@@ -145,8 +142,7 @@ def test_what_describe_says_is_what_runs(family: str, cell: Cell, grad: bool, mo
         assert seen.count(*SDPA, "softmax", "_softmax") == 0, "linear attention computes no softmax at strength 1"
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
-@pytest.mark.parametrize("padded", [None, "right", "left"])
+@pytest.mark.parametrize(("family", "padded"), turns(TEXT_FAMILIES, [None, "right", "left"], 1))
 def test_linear_attention_never_builds_queries_times_keys(family: str, padded: str | None) -> None:
     length = 300
     model = swap_in(
@@ -171,7 +167,7 @@ def allowed(family: str, batch: dict[str, Any], keys: int) -> Tensor:
 @over_in_turn(WIDE, ("padded", "strength"), [(False, 1.0), (True, 1.0), (True, 0.0)])
 def test_weights_on_request(family: str, padded: bool, cell: Cell, strength: float) -> None:
     """(B,H,Q,K) per layer, zeros where masked, the rows of normalized variants sum to at most 1; same outputs."""
-    model = model_of(family, cell, strength)
+    model = swapped(family, cell, strength)
     batch = batch_of(family, padded=padding_side(family) if padded else None)
     wanted = forward(model, batch)
     with torch.no_grad():

@@ -15,6 +15,7 @@ from hf_attn_swap.wiring.cache import LinearState
 from hf_attn_swap.wiring.seam import NAME
 from hf_attn_swap.wiring.state import CROPPED
 from tests import zoo
+from tests.harness.places import turns
 
 from .cells import LINEAR
 from .harness import CAUSAL_FAMILIES, fresh, perturb
@@ -104,11 +105,10 @@ def test_more_proposals_than_a_cache_takes_back(name: str, options: dict[str, An
     assert torch.equal(got, model.generate(**prompt, **asked))
 
 
-@pytest.mark.parametrize("length", [SHORT, LONG])
-@pytest.mark.parametrize("swapped", DRAFTED.values(), ids=DRAFTED)
-def test_a_draft_model(length: int, swapped: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("who", "length"), turns(list(DRAFTED), [LONG, SHORT], 1))
+def test_a_draft_model(who: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     family, name = "llama", LINEAR[0]
-    drafts, targets = swapped
+    swapped = drafts, targets = DRAFTED[who]
     model = causal(family, name if targets else None)
     draft = causal(family, name if drafts else None)
     with torch.no_grad():  # a draft that is right for a while and then wrong
@@ -120,34 +120,13 @@ def test_a_draft_model(length: int, swapped: tuple[bool, bool], monkeypatch: pyt
     assert_same_tokens(model, repeating(family, length), monkeypatch, both, assistant_model=draft)
 
 
-@pytest.mark.parametrize("length", [SHORT, LONG])
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"num_beams": 3},
-        {"num_beams": 3, "num_return_sequences": 2},
-        {"num_beams": 3, "do_sample": True},
-        {"do_sample": True, "num_return_sequences": 3},
-    ],
-    ids=["beams", "several-beams", "beam-samples", "samples"],
-)
-def test_beams_and_samples(length: int, asked: dict[str, Any]) -> None:
-    model, prompt = causal("llama", LINEAR[0]), repeating("llama", length, batch=2)
-    torch.manual_seed(0)
-    wanted = plain(model, prompt, **asked)
-    torch.manual_seed(0)
-    got = model.generate(**prompt, max_new_tokens=NEW, **{"do_sample": False, **asked})
-    assert torch.equal(got, wanted)
-
-
 def test_beams_over_more_tokens_than_a_state_takes_back() -> None:
     model, prompt = causal("llama", LINEAR[0]), repeating("llama", SHORT, batch=2)
     asked = {"do_sample": False, "num_beams": 2, "max_new_tokens": 135}
     assert torch.equal(model.generate(**prompt, **asked), model.generate(**prompt, use_cache=False, **asked))
 
 
-@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
-@pytest.mark.parametrize("length", [SHORT, LONG])
+@pytest.mark.parametrize(("family", "length"), turns(CAUSAL_FAMILIES, [SHORT, LONG], 1))
 def test_early_exit(family: str, length: int) -> None:
     """The first layer drafts for all of them, on the same cache."""
     prompt = repeating(family, length)

@@ -10,14 +10,10 @@ from torch import Tensor
 
 from tests import zoo
 
-from .cells import FAMILY_NAMES, OPTIONS, WIDE, Cell, over, over_in_turn, swap_in
-from .harness import CAUSAL_FAMILIES, TEXT_FAMILIES, TOLERANCE, batch_of, distance, fresh, perturb
+from .cells import FAMILY_NAMES, OPTIONS, WIDE, Cell, over, over_in_turn
+from .harness import CAUSAL_FAMILIES, TEXT_FAMILIES, TOLERANCE, batch_of, distance, swapped
 
 STRENGTHS = (1.0, 0.5)
-
-
-def model_of(family: str, cell: Cell, strength: float) -> Any:
-    return perturb(swap_in(fresh(family), cell[0], strength=strength, **cell[1]))
 
 
 def counts_padding(cell: Cell) -> bool:
@@ -53,7 +49,7 @@ def close(got: Tensor, wanted: Tensor) -> None:
 @over_in_turn(WIDE + OPTIONS, "side", ["left", "right"], TEXT_FAMILIES)
 def test_padding_and_batch(family: str, cell: Cell, side: str) -> None:
     """A row alone, in a batch, with more padding, and with other ids in the padding: the same outputs."""
-    model, rows = model_of(family, cell, 1.0), rows_of(family)
+    model, rows = swapped(family, cell, 1.0), rows_of(family)
     alone = [outputs(model, row[None], torch.ones_like(row)[None])[0] for row in rows]
     results = []
     for width, filler in ((6, 3), (6, 9), (9, 3)):
@@ -67,7 +63,7 @@ def test_padding_and_batch(family: str, cell: Cell, side: str) -> None:
 
 @over(WIDE, tuple(name for name in FAMILY_NAMES if name not in TEXT_FAMILIES))
 def test_other_images_of_the_batch(family: str, cell: Cell) -> None:
-    model, batch = model_of(family, cell, 1.0), batch_of(family)
+    model, batch = swapped(family, cell, 1.0), batch_of(family)
     with torch.no_grad():
         wanted = zoo.output(model(**batch))
         alone = [
@@ -78,7 +74,7 @@ def test_other_images_of_the_batch(family: str, cell: Cell) -> None:
 
 @over_in_turn(WIDE, "strength", STRENGTHS, CAUSAL_FAMILIES)
 def test_the_future_has_no_influence(family: str, cell: Cell, strength: float) -> None:
-    model = model_of(family, cell, strength)
+    model = swapped(family, cell, strength)
     ids = batch_of(family)["input_ids"]
     with torch.no_grad():
         wanted = model(input_ids=ids).logits

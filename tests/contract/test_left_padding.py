@@ -260,7 +260,7 @@ def test_what_cannot_be_known_is_refused() -> None:
 
     with refused("pass position_ids that begin at 0"):
         model(input_ids=ids, attention_mask=window & (places(mask) >= 3))
-    with refused("pass position_ids=(attention_mask.cumsum(-1) - 1)"):
+    with refused("position_ids=(attention_mask.cumsum(-1)"):
         model(**cached(mask), attention_mask=mask, position_ids=torch.tensor([[40]]))
     with refused("a mask of all tokens so far"):
         model(**cached(mask), attention_mask=window[:, :, -1:])

@@ -10,7 +10,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from benchmarks.bench_caches import cache_of, with_cache
 from hf_attn_swap import patch_model, set_strength, unpatch_model
@@ -20,7 +19,7 @@ from tests.harness.generation import PROMPT, assert_equal_generation, prompt_of
 from tests.harness.places import turns
 
 from .cells import LINEAR
-from .harness import CAUSAL_FAMILIES, TOLERANCE, Recorder, distance, fresh, perturb
+from .harness import CAUSAL_FAMILIES, TOLERANCE, distance, fresh, perturb
 
 
 def model_of(family: str, name: str = "simpletron_resl", layers: Any = None, **options: Any) -> Any:
@@ -149,19 +148,6 @@ def test_the_tail_is_long_enough_and_does_not_grow() -> None:
         assert len(state.tail) <= 2 * CROPPED
 
 
-def test_a_token_is_taken_into_the_tail_without_a_copy() -> None:
-    """Of 3 calls of 4 tokens each: the very tensors. Joining them waits until something asks for it."""
-    generator = torch.Generator().manual_seed(0)
-    state, given = LinearState(), [tokens(generator, 4, False) for _ in range(3)]
-    with Recorder() as recorder:
-        for some in given:
-            state.absorb(*some)
-    assert all(
-        chunk.key is key and chunk.value is value for chunk, (key, value, _) in zip(state.tail, given, strict=True)
-    )
-    assert recorder.count("cat", "clone", "stack") == 0
-
-
 @torch.no_grad()
 def test_a_token_does_not_copy_the_state() -> None:
     """Of 300 tokens, the first makes the tensor and all others change it in place."""
@@ -267,37 +253,6 @@ def test_autocast_does_not_round_the_state() -> None:
     assert distance(state.full.state.double(), wanted) <= TOLERANCE[torch.float32]
 
 
-@torch.no_grad()
-def test_rows_are_selected_and_repeated() -> None:
-    model = model_of("llama")
-    last, cache = prefilled(model, "llama", padded="left")
-    wanted = model(**last, **with_cache(model, copy.deepcopy(cache))).logits
-    for change, rows in (
-        (lambda chosen: chosen.batch_select_indices(torch.tensor([1])), [1]),
-        (lambda chosen: chosen.batch_repeat_interleave(2), [0, 0, 1, 1]),
-        (lambda chosen: chosen.reorder_cache(torch.tensor([1, 0])), [1, 0]),
-    ):
-        chosen = copy.deepcopy(cache)
-        change(chosen)
-        got = model(**{name: tensor[rows] for name, tensor in last.items()}, **with_cache(model, chosen)).logits
-        assert distance(got, wanted[rows]) <= TOLERANCE[torch.float64]
-        chosen.crop(-1)
-        again = model(**{name: tensor[rows] for name, tensor in last.items()}, **with_cache(model, chosen)).logits
-        assert distance(again, wanted[rows]) <= TOLERANCE[torch.float64]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "change", [unpatch_model, lambda model: set_strength(model, 0.5), lambda m: set_strength(m, 0)]
-)
-def test_a_state_read_by_other_attention_is_refused(change: Any) -> None:
-    model = model_of("gpt2")
-    last, cache = prefilled(model, "gpt2")
-    change(model)
-    with pytest.raises(ValueError, match="states of linear attention"):
-        model(**last, **with_cache(model, cache))
-
-
 class CoreError(RuntimeError):
     """What goes wrong between a layer's hooks and its cache."""
 
@@ -343,21 +298,6 @@ def test_a_claimed_cache_can_be_copied_and_pickled() -> None:
 
 
 @torch.no_grad()
-def test_what_needs_single_keys() -> None:
-    """4-D masks and attention weights from the start keep keys and values; later on they are refused."""
-    model = model_of("llama")
-    ids = zoo.inputs("llama", batch=2, length=4)["input_ids"]
-    square = torch.ones(4, 4, dtype=torch.bool).tril()[None, None].expand(2, 1, 4, 4)
-    assert not isinstance(cache_of(model(ids, attention_mask=square, use_cache=True)).layers[0], LinearState)
-    shown = cache_of(model(ids, output_attentions=True, use_cache=True))
-    assert not isinstance(shown.layers[0], LinearState)
-    last, cache = prefilled(model, "llama")
-    for asked in ({"attention_mask": torch.ones(2, 1, 1, PROMPT + 1, dtype=torch.bool)}, {"output_attentions": True}):
-        with pytest.raises(ValueError, match="no keys to show or to mask"):
-            model(**{**last, **asked}, **with_cache(model, copy.deepcopy(cache)))
-
-
-@torch.no_grad()
 def test_only_causal_attention_has_a_state() -> None:
     model = model_of("gpt2")
     ids = zoo.inputs("gpt2", batch=2, length=4)["input_ids"]
@@ -367,75 +307,9 @@ def test_only_causal_attention_has_a_state() -> None:
     assert not isinstance(cache_of(model(ids, use_cache=True)).layers[0], LinearState)
 
 
-def test_gradients_keep_keys_and_values() -> None:
-    """Training runs through the parallel form; a state would hold its graph for nothing."""
-    model = model_of("llama")
-    ids = zoo.inputs("llama", batch=1, length=4)["input_ids"]
-    cache = cache_of(model(input_ids=ids, use_cache=True))
-    assert not any(isinstance(layer, LinearState) for layer in cache.layers)
-
-
 @torch.no_grad()
 def test_the_state_of_half_precision_is_held_in_fp32() -> None:
     model = patch_model(fresh("llama", torch.bfloat16), "simpletron_resl")
     last, cache = prefilled(model, "llama")
     assert state_of(cache).full.state.dtype == torch.float32
     assert model(**last, **with_cache(model, cache)).logits.dtype == torch.bfloat16
-
-
-@torch.no_grad()
-def test_a_plain_dynamic_cache_keeps_its_layers() -> None:
-    """Without a config it does not know its layers, so it stays what the user made."""
-    model = model_of("llama")
-    ids = zoo.inputs("llama", batch=1, length=4)["input_ids"]
-    cache = DynamicCache()
-    model(input_ids=ids[:, :-1], **with_cache(model, cache))
-    got = model(input_ids=ids[:, -1:], **with_cache(model, cache)).logits
-    assert distance(got, model(input_ids=ids).logits[:, -1:]) <= TOLERANCE[torch.float64]
-
-
-@torch.no_grad()
-def test_a_later_mask_that_hides_earlier_tokens_is_refused() -> None:
-    """A turn that is masked out later cannot be taken from a sum; the same padding as before, and none, are right."""
-    family = "llama"
-    model = model_of(family)
-    ids = zoo.inputs(family, batch=2, length=8)["input_ids"]
-    cache = cache_of(model(input_ids=ids[:, :5], use_cache=True))
-    mask = torch.ones_like(ids)
-    for rows, hidden in ((slice(None), slice(1, 3)), (slice(0, 1), slice(0, 1))):
-        other = mask.clone()
-        other[rows, hidden] = 0
-        with pytest.raises(ValueError, match="hides or shows other earlier tokens"):
-            model(input_ids=ids[:, 5:], attention_mask=other, **with_cache(model, copy.deepcopy(cache)))
-    got = model(input_ids=ids[:, 5:], attention_mask=mask, **with_cache(model, copy.deepcopy(cache))).logits
-    assert distance(got, model(input_ids=ids).logits[:, 5:]) <= TOLERANCE[torch.float64]
-
-
-@torch.no_grad()
-def test_padding_that_is_shown_later_is_refused() -> None:
-    """Without its mask, the stock model would read the padding too."""
-    family = "llama"
-    model = model_of(family)
-    last, cache = prefilled(model, family, padded="left")
-    with pytest.raises(ValueError, match="hides or shows other earlier tokens"):
-        model(input_ids=last["input_ids"], **with_cache(model, copy.deepcopy(cache)))
-    for change in (lambda state: state.reorder_cache(torch.tensor([1, 0])), lambda state: state.crop(-1)):
-        other = copy.deepcopy(cache)
-        for layer in other.layers:
-            change(layer)
-        with pytest.raises(ValueError, match="hides or shows other earlier tokens"):
-            model(input_ids=last["input_ids"], **with_cache(model, other))
-    model(**last, **with_cache(model, cache))
-
-
-@torch.no_grad()
-def test_a_cache_that_was_reset_may_keep_keys_for_its_next_text() -> None:
-    """The mask of the next text hides single keys from single queries, so the states give their places up."""
-    model = model_of("llama")
-    _, cache = prefilled(model, "llama")
-    cache.reset()
-    ids = zoo.inputs("llama", batch=2, length=4)["input_ids"]
-    square = torch.ones(4, 4, dtype=torch.bool).tril()[None, None].expand(2, 1, 4, 4)
-    got = model(ids, attention_mask=square, **with_cache(model, cache)).logits
-    assert distance(got, model(ids).logits) <= TOLERANCE[torch.float64]
-    assert not any(isinstance(layer, LinearState) for layer in cache.layers)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from tests import reference
 
-from .cells import COMPOSED, WIDE, Cell, is_linear, over, over_in_turn, swap_in
+from .cells import WIDE, Cell, is_linear, over, over_in_turn
 from .harness import (
     BATCH,
     CAUSAL_FAMILIES,
@@ -18,15 +16,11 @@ from .harness import (
     assert_same,
     batch_of,
     fresh,
-    perturb,
     refused,
     run_all,
+    swapped,
     swaps,
 )  # fmt: skip
-
-
-def model_of(family: str, cell: Cell, strength: float = 1.0) -> Any:
-    return perturb(swap_in(fresh(family), cell[0], strength=strength, **cell[1]))
 
 
 def additive(mask: Tensor) -> Tensor:
@@ -48,7 +42,7 @@ def shown(family: str, mask: Tensor) -> dict[str, Tensor]:
 
 
 def equals_slow(family: str, cell: Cell, strength: float, mask: Tensor) -> None:
-    model, batch = model_of(family, cell, strength), shown(family, mask)
+    model, batch = swapped(family, cell, strength), shown(family, mask)
     own = [dict(swap.named_parameters()) for swap in swaps(model)]
     slow = reference.reference_model(fresh(family), cell[0], options=cell[1], strength=strength, parameters=own)
     wanted = run_all(slow, batch)
@@ -56,7 +50,7 @@ def equals_slow(family: str, cell: Cell, strength: float, mask: Tensor) -> None:
     assert_same((got[0], {name: got[1][name] for name in wanted[1]}), wanted)
 
 
-@over(WIDE + COMPOSED, TEXT_FAMILIES)
+@over(WIDE, TEXT_FAMILIES)
 def test_any_bool_mask(family: str, cell: Cell) -> None:
     equals_slow(family, cell, 1.0, drawn_mask(family))
 
@@ -79,7 +73,7 @@ def test_a_row_that_may_see_nothing(family: str, cell: Cell, kind: str) -> None:
     """
     mask = drawn_mask(family)
     mask[0, :, 2] = False
-    model, batch = model_of(family, cell), shown(family, mask if kind == "bool" else additive(mask))
+    model, batch = swapped(family, cell), shown(family, mask if kind == "bool" else additive(mask))
     out, gradients = run_all(model, batch)
     assert out.isfinite().all()
     assert all(gradient.isfinite().all() for gradient in gradients.values())
@@ -98,7 +92,7 @@ def test_a_row_that_may_see_nothing(family: str, cell: Cell, kind: str) -> None:
 def test_a_mask_of_whole_numbers_is_refused(family: str, cell: Cell, strength: float, dtype: torch.dtype) -> None:
     """Its 0 and 1 would be added to the scores and mask nothing. PyTorch's own attention refuses such a mask too."""
     mask = drawn_mask(family)
-    model = model_of(family, cell, strength)
+    model = swapped(family, cell, strength)
     for want in (False, True):
         with refused(f"mask with the dtype {dtype}", "pass mask.bool()"):
             model(**shown(family, mask.to(dtype)), output_attentions=want)

@@ -17,7 +17,7 @@ from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.wiring import seam
 from tests import zoo
 
-from .cells import FAMILY_NAMES
+from .cells import DEEP, FAMILY_NAMES
 from .harness import batch_of, forward, fresh, refused, swaps
 
 OWN_ATTENTION = [
@@ -90,10 +90,7 @@ class Pipe:
 def test_no_module() -> None:
     for act in (lambda m: patch_model(m, "belief"), unpatch_model, describe):
         for name in ("bert-base-uncased", Path("bert-base-uncased")):
-            with refused(
-                "the model must be a loaded model, got the name 'bert-base-uncased'; load the model first, for example "
-                "by AutoModelForCausalLM.from_pretrained('bert-base-uncased')."
-            ):
+            with refused("loaded model", "from_pretrained('bert-base-uncased')"):
                 act(name)
         with refused("got a Pipe around a BertForMaskedLM"):
             act(Pipe(fresh("bert")))
@@ -112,7 +109,7 @@ def test_model_with_a_patched_part() -> None:
     model = fresh("bert")
     patch_model(model.base_model, "belief")
     for act in (lambda m: patch_model(m, "belief"), unpatch_model, describe):
-        with refused(f"the part {model.base_model_prefix!r} is patched on its own", "unpatch_model"):
+        with refused(repr(model.base_model_prefix), "unpatch_model"):
             act(model)
     unpatch_model(model.base_model)
     patch_model(model, "belief")
@@ -125,8 +122,8 @@ def test_several_models_beside_each_other() -> None:
             act(both)
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize(("strength", "other"), [(0.0, "sdpa"), (1.0, "eager")])
+@pytest.mark.parametrize("family", DEEP)
 def test_another_attention_chosen_after_patching(family: str, strength: float, other: str) -> None:
     model = patch_model(fresh(family), "belief", strength=strength)
     model.set_attn_implementation(other)

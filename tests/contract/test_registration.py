@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -42,48 +43,32 @@ def test_a_sound_class_is_taken(place: str) -> None:
     assert VARIANTS[NAME] is cls
 
 
-def test_a_class_without_words_for_the_documentation() -> None:
-    with refused(NAME, "set about = About("):
-        register(NAME)(variant(("read",), "read", about="halves the heads"))
-
-
-def test_a_place_without_its_method_and_a_method_without_its_place() -> None:
+def refusals() -> Iterator[tuple[type[Variant], tuple[str, ...]]]:
+    """Classes that contradict themselves, and words of their refusals."""
+    yield variant(("read",), "read", about="halves the heads"), ("set about = About(",)
     for place in PLACES:
-        with refused(NAME, repr(place), f"no method {METHODS[place]}"):
-            register(NAME)(variant((place,)))
+        yield variant((place,)), (repr(place), f"no method {METHODS[place]}")
         for other in set(PLACES) - {place}:
-            with refused(NAME, f"the method {METHODS[other]} would never run", repr(other)):
-                register(NAME)(variant((place,), METHODS[place], METHODS[other]))
-
-
-def test_methods_that_would_never_run() -> None:
+            yield variant((place,), METHODS[place], METHODS[other]), (f"the method {METHODS[other]}", repr(other))
     for name in ("linear", "products", "read_between"):
-        with refused(NAME, name, "would never run in a Variant"):
-            register(NAME)(variant(("read",), "read", name))
+        yield variant(("read",), "read", name), (name, "would never run in a Variant")
+    yield variant(("read",), "read", "heads"), ("heads would never run",)
     for name in ("carry", "normalize", "adjust", "heads"):
-        with refused(NAME, name, "would never run in a Replacement"):
-            register(NAME)(replacement(*REPLACING, name))
-    with refused(NAME, "heads would never run"):
-        register(NAME)(variant(("read",), "read", "heads"))
+        yield replacement(*REPLACING, name), (name, "would never run in a Replacement")
+    for missing in REPLACING:
+        yield replacement(*(name for name in REPLACING if name != missing)), (missing,)
+    for more in ({"alone": False}, {"places": ("read", "write")}):
+        yield replacement(*REPLACING, **more), ("takes all places and composes with nothing",)
+    yield variant(PLACES, *REPLACING, replaces=True, alone=True), ("let the class inherit from it",)
+    yield variant(("read",), "read", wants_residual=True), ("wants_residual",)
+    yield variant(("scorse",)), ("['scorse']", "the places are keys")
 
 
-@pytest.mark.parametrize("missing", REPLACING)
-def test_a_replacement_without_one_of_its_methods(missing: str) -> None:
-    methods = [name for name in REPLACING if name != missing]
-    with refused(NAME, missing):
-        register(NAME)(replacement(*methods))
+def test_a_class_that_contradicts_itself_is_refused() -> None:
+    for cls, reasons in refusals():
+        with refused(NAME, *reasons):
+            register(NAME)(cls)
     register(NAME)(replacement(*REPLACING))
-
-
-@pytest.mark.parametrize("attributes", [{"alone": False}, {"places": ("read", "write")}])
-def test_a_replacement_takes_every_place_and_composes_with_nothing(attributes: dict[str, Any]) -> None:
-    with refused(NAME, "takes all places and composes with nothing"):
-        register(NAME)(replacement(*REPLACING, **attributes))
-
-
-def test_replaces_is_for_replacements() -> None:
-    with refused(NAME, "let the class inherit from it"):
-        register(NAME)(variant(PLACES, *REPLACING, replaces=True, alone=True))
 
 
 CLIP = {"rule": lambda self, rule: replace(rule, gamma=-0.1)}
@@ -109,18 +94,6 @@ def test_the_form_of_a_class_that_names_none(
     assert made.form(Setting(device="cpu", dtypes=(torch.float32,), between=False)) is form
 
 
-def test_a_residual_stream_without_write() -> None:
-    with refused(NAME, "wants_residual"):
-        register(NAME)(variant(("read",), "read", wants_residual=True))
-
-
-def test_unknown_places_and_taken_or_impossible_names() -> None:
-    with refused(NAME, "['scorse']", "the places are keys"):
-        register(NAME)(variant(("scorse",)))
-    with refused("'no name'", "letters"):
-        register("no name")(variant(("read",), "read"))
-
-
 def test_a_taken_name_is_refused_as_name_and_as_alias() -> None:
     before = dict(VARIANTS)
     for taken in [name for cls in before.values() for name in (cls.name, *cls.aliases)]:
@@ -129,6 +102,8 @@ def test_a_taken_name_is_refused_as_name_and_as_alias() -> None:
         with refused(f"{taken!r} is registered already"):
             register(NAME, aliases=("another", taken))(variant(("read",), "read"))
     assert before == VARIANTS
+    with refused("'no name'", "letters"):
+        register("no name")(variant(("read",), "read"))
 
 
 @pytest.mark.parametrize(("aliases", "why"), [((NAME,), "already"), (("a", "a"), "already"), (("a b",), "letters")])

@@ -16,15 +16,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_attn_swap import list_variants, patch_model, set_strength, unpatch_model
+from hf_attn_swap import patch_model, set_strength, unpatch_model
 from hf_attn_swap.families import sites
 from hf_attn_swap.wiring.preconditions import PRECONDITIONS, check
 from tests import zoo
+from tests.harness.places import one_per_place
 
 from .harness import CAUSAL_FAMILIES, distance, forward, padding_side, perturb, refused, swaps, without_shortcut
 from .renamed import arguments_of, renamed
 
-VARIANTS = list_variants()
 FEW = ("belief_star", "simpletron_resl")  # of each place that needs arguments or attributes of the module
 TOLERANCE = 1e-5
 
@@ -84,9 +84,9 @@ def assert_right(model: Any, family: str, variant: str) -> None:
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_arguments(family: str, tmp_path: Path) -> None:
-    """Every argument of the attention's forward has another name, and every variant is right."""
+    """Every argument of the attention's forward has another name, and a variant of each place is right."""
     module = renamed(family, tmp_path, arguments={name: f"{name}_of_tomorrow" for name in arguments_of(family)})
-    for variant in VARIANTS:
+    for variant in one_per_place():
         model = like(family, module)
         assert not any(site.refused for site in sites(model))
         assert_right(model, family, variant)
@@ -102,25 +102,22 @@ TORCH = ("training",)  # attributes of every module of PyTorch
 ATTRIBUTES = [(family, name) for family in zoo.FAMILIES for name in attributes_of(family)]
 
 
-def right_or_refused(family: str, attribute: str, variants: tuple[str, ...], folder: Path) -> None:
-    module = renamed(family, folder, attributes={attribute: f"{attribute}_of_tomorrow"})
+@pytest.mark.parametrize(
+    ("family", "attribute", "variant"), [(*row, FEW[number % 2]) for number, row in enumerate(ATTRIBUTES)]
+)
+def test_an_attribute(family: str, attribute: str, variant: str, tmp_path: Path) -> None:
+    """The variants take turns."""
+    module = renamed(family, tmp_path, attributes={attribute: f"{attribute}_of_tomorrow"})
     try:
-        like(family, module)
+        model = like(family, module)
     except AttributeError:
         pytest.skip(f"the constructor of the whole model reads {attribute} by a way that `renamed` does not follow")
-    for variant in variants:
-        model = like(family, module)
-        if all(site.refused for site in sites(model)):
-            with refused("nothing can be swapped", "install a newer hf_attn_swap"):
-                patch_model(model, variant)
-            assert not swaps(model)
-        else:
-            assert_right(model, family, variant)
-
-
-@pytest.mark.parametrize(("family", "attribute"), ATTRIBUTES)
-def test_an_attribute(family: str, attribute: str, tmp_path: Path) -> None:
-    right_or_refused(family, attribute, FEW, tmp_path)
+    if all(site.refused for site in sites(model)):
+        with refused("nothing can be swapped", "install a newer hf_attn_swap"):
+            patch_model(model, variant)
+        assert not swaps(model)
+    else:
+        assert_right(model, family, variant)
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)

@@ -16,6 +16,7 @@ from hf_attn_swap import describe, patch_model
 from hf_attn_swap.kernels import softmax_n as kernel
 from hf_attn_swap.kernels.dispatch import Form
 from tests import zoo
+from tests.harness.places import turns
 
 from .cells import EVERY, swap_in
 from .harness import (
@@ -88,8 +89,10 @@ def test_a_token_before_the_text(name: str, padded: bool) -> None:
     assert distance(got[real], fresh("llama")(**batch).logits.detach()[real]) > 1e-2, "the token matters"
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-@pytest.mark.parametrize(("kind", "strength"), [("key_value", 1.0), ("key", 0.3), ("score", 1.0)])
+@pytest.mark.parametrize(
+    ("family", "kind", "strength"),
+    [(family, *row) for family, row in turns(FAMILY_NAMES, [("key_value", 1.0), ("key", 0.3), ("score", 1.0)], 1)],
+)
 def test_a_sink_of_zeros_is_softmax_1(family: str, kind: str, strength: float) -> None:
     batch = batch_of(family, padded=padding_side(family))
     wanted = run(patch_model(fresh(family), "outeffhop", strength=strength), batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from hf_attn_swap import describe, patch_model, set_strength
 from hf_attn_swap.variants.base import VARIANTS
 
-from .cells import DEEP, FAMILY_NAMES, GRID, SINGLES, WIDE, Cell, over_in_turn, swap_in
+from .cells import DEEP, FAMILY_NAMES, GRID, SINGLES, WIDE, Cell, over_in_turn
 from .harness import (
     Gradients,
     assert_identical,
@@ -20,8 +19,8 @@ from .harness import (
     batch_of,
     fresh,
     padding_side,
-    perturb,
     run,
+    swapped,
     swaps,
     without_shortcut,
 )  # fmt: skip
@@ -36,14 +35,10 @@ def stock(family: str, dtype: torch.dtype, padded: bool) -> tuple[Tensor, Gradie
     return run(model, batch_of(family, dtype, padding_side(family) if padded else None))
 
 
-def patched(family: str, cell: Cell, strength: float, dtype: torch.dtype = torch.float64) -> Any:
-    return perturb(swap_in(fresh(family, dtype), cell[0], strength=strength, **cell[1]))
-
-
 @over_in_turn(WIDE, "dtype", DTYPES)
 def test_zero_runs_the_stock_function(family: str, cell: Cell, dtype: torch.dtype) -> None:
     """Without padding and, where there are tokens to pad, with padding."""
-    model = patched(family, cell, 0.0, dtype)
+    model = swapped(family, cell, 0.0, dtype)
     assert {row.runs for row in describe(model).rows} == {"stock"}
     for padded in {False, padding_side(family) is not None}:
         side = padding_side(family) if padded else None
@@ -54,7 +49,7 @@ def test_zero_runs_the_stock_function(family: str, cell: Cell, dtype: torch.dtyp
 def test_zero_without_the_shortcut(family: str, cell: Cell, dtype: torch.dtype) -> None:
     """Every variant's own path at s = 0: values and gradients of all pretrained parameters."""
     side = padding_side(family)
-    model = without_shortcut(patched(family, cell, 0.0, dtype))
+    model = without_shortcut(swapped(family, cell, 0.0, dtype))
     assert_same(run(model, batch_of(family, dtype, side)), stock(family, dtype, side is not None))
 
 

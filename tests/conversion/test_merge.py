@@ -16,6 +16,7 @@ from hf_attn_swap.layer.calibration import FITS
 from hf_attn_swap.variants.base import VARIANTS
 from tests.contract.cells import FAMILY_NAMES, SINGLES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
+from tests.harness.places import turns
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT
@@ -40,8 +41,7 @@ def why_not(model: Any, variant: str, fit: str) -> str | None:
     return WITHOUT_BIAS if fit == "map" and not biased else None
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", SINGLES)
+@pytest.mark.parametrize(("name", "variant"), turns(FAMILY_NAMES, SINGLES))
 @pytest.mark.parametrize("fit", FITS)
 def test_merged(name: str, variant: str, fit: str) -> None:
     model, batch = calibrated(name, variant, fit), batch_of(name)

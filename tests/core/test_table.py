@@ -30,5 +30,5 @@ def test_markdown_escapes_the_line_between_cells() -> None:
 
 
 def test_markdown_refuses_a_row_of_another_length() -> None:
-    with pytest.raises(ValueError, match=r"this row has 1 cells and the header has 2: \['1'\]"):
+    with pytest.raises(ValueError, match=r"\['1'\]"):
         markdown(("a", "b"), [("1",)])

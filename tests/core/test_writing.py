@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from safetensors import SafetensorError
 
 from hf_attn_swap import writing
 from hf_attn_swap.writing import check_writable, claimed, half_replaced, saved_whole, sibling, told_where
+from tests.harness.process import python
 
 
 def names(folder: Path) -> list[str]:
@@ -29,7 +28,7 @@ def fill(folder: Path, *files: str) -> None:
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
     with claimed(out):
-        with pytest.raises(ValueError, match=r"another process writes into .*out; wait until it ends"), claimed(out):
+        with pytest.raises(ValueError, match=r"another process.*out"), claimed(out):
             pass
         with claimed(out, writes=False), claimed(tmp_path / "other"):
             pass
@@ -56,9 +55,7 @@ def test_the_lock_of_a_process_that_was_killed_is_open(tmp_path: Path) -> None:
         "import os, sys; from pathlib import Path; from hf_attn_swap.writing import claimed\n"
         "with claimed(Path(sys.argv[1])): os._exit(9)"
     )
-    root = Path(writing.__file__).parents[1]
-    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], check=False, cwd=root)
-    assert ended.returncode == 9
+    assert python("-c", code, tmp_path / "out", check=False).returncode == 9
     assert names(tmp_path) == ["out.attn_swap-lock"]
     with claimed(tmp_path / "out"):
         pass
@@ -183,7 +180,7 @@ def test_killed_while_files_are_replaced(moves: int, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("path", ["file/out", "file", "file/a/b"])
 def test_a_folder_that_cannot_be_made(path: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=rf"{path} cannot be written \(.*file: Not a directory\); name another folder"):
+    with pytest.raises(OSError, match=rf"{path} cannot be written.*Not a directory"):
         check_writable(tmp_path / path)
     with pytest.raises(OSError, match="cannot be written"), claimed(tmp_path / "file" / "out"):
         pass
@@ -215,9 +212,7 @@ def test_a_check_leaves_nothing(tmp_path: Path) -> None:
 )
 def test_a_full_disk(problem: Exception, tmp_path: Path) -> None:
     with (
-        pytest.raises(
-            OSError, match=r"/out cannot be written: .*\. Make room; the same command then goes on\."
-        ) as told,
+        pytest.raises(OSError, match=r"/out cannot be written: .*Make room") as told,
         told_where(tmp_path / "out"),
         told_where(tmp_path / "out"),
     ):

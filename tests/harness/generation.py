@@ -8,18 +8,17 @@ import torch
 from torch import Tensor
 
 from tests import zoo
-from tests.contract.cells import Cell, swap_in
-from tests.contract.harness import TOLERANCE, distance, fresh, perturb
+from tests.contract.cells import Cell
+from tests.contract.harness import TOLERANCE, distance, swapped
 
 NEW = 5
 PROMPT = 6
 
 
 def model_of(family: str, cell: Cell, strength: float = 1.0) -> Any:
-    model = fresh(family)
-    swap_in(model, cell[0], strength=strength, **cell[1])
+    model = swapped(family, cell, strength)
     model.generation_config.eos_token_id = None  # always NEW tokens
-    return perturb(model)
+    return model
 
 
 def prompt_of(family: str, padded: str | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Fixtures: frozen objects of imports, as in the contract tests, so that garbage collection is fast; no old graphs."""
+"""A compiler without old graphs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
-from tests.contract.conftest import _frozen_collector  # noqa: F401  # a fixture, found by its name
 
 
 @pytest.fixture

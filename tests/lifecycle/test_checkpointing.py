@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -52,14 +51,3 @@ def test_it_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Swap, "forward", lambda self, *args: calls.append(self) or stock(self, *args))
     trained(model, "bert")
     assert len(calls) == 2 * len(swaps(model))
-
-
-@in_turn(ABLE)
-def test_every_second_layer(name: str, variant: str) -> None:
-    model = prepare(name, variant, 1.0, 0.0)
-    parameters = inspect.signature(getattr(model, "activation_checkpointing_enable", enable)).parameters
-    if "every_n_layers" not in parameters:
-        pytest.skip("this transformers checkpoints all layers or none")
-    wanted = trained(model, name)
-    enable(model, every_n_layers=2)
-    assert_same(trained(model, name), wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from hf_attn_swap import patch_model
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, swaps
-from tests.harness.damage import DAMAGE, Change, drop, rewritten
+from tests.harness.damage import LEFT_OUT, WRONG, Place, drop, put, rewritten
 from tests.harness.places import in_turn, turns
 from tests.lifecycle.steps import same_bits
 
@@ -22,21 +23,36 @@ from tests.lifecycle.steps import same_bits
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where: Path = tmp_path_factory.mktemp("checkpoint")
-    patch_model(fresh("bert", torch.float32), "outeffhop+gated", strength=0.3).save_pretrained(where)
+    model = patch_model(fresh("bert", torch.float32), "outeffhop+gated", layers=[0, 1], strength=0.3)
+    patch_model(model, "modern_hopfield", layers=[2]).save_pretrained(where)
     return where
 
 
-@pytest.mark.parametrize(("change", "reason"), DAMAGE.values(), ids=DAMAGE)
-def test_block(folder: Path, tmp_path: Path, change: Change, reason: str) -> None:
-    where = rewritten(folder, tmp_path, change)
+def assert_refused(where: Path, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as caught:
         transformers.AutoModelForMaskedLM.from_pretrained(where)
-    assert len(str(caught.value)) < 2000
+    assert type(caught.value) is ValueError
     assert "swap" in str(caught.value)
+    assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize("place", WRONG, ids=lambda place: "-".join(map(str, place)))
+def test_a_wrong_value(place: Place, folder: Path, tmp_path: Path) -> None:
+    """A config may come from a stranger: nothing in it is trusted or executed."""
+    reason, values = WRONG[place]
+    for value in values:
+        where = rewritten(folder, tmp_path, put(*place, value=value))
+        assert_refused(where, reason)
     with pytest.raises(ValueError, match=f"{reason}|was not patched"):
         transformers.AutoModelForMaskedLM.from_config(transformers.AutoConfig.from_pretrained(where)).eval()(
             **batch_of("bert", torch.float32)
         )
+    assert "antigravity" not in sys.modules
+
+
+@pytest.mark.parametrize(("place", "reason"), LEFT_OUT.items(), ids=lambda value: str(value[-1]))
+def test_a_missing_entry(place: Place, reason: str, folder: Path, tmp_path: Path) -> None:
+    assert_refused(rewritten(folder, tmp_path, drop(*place)), reason)
 
 
 def test_without_its_block(folder: Path, tmp_path: Path) -> None:

@@ -40,14 +40,23 @@ def test_every_adapter_matters(name: str, variant: str, before: bool) -> None:
         assert torch.equal(forward(model, batch), untouched)
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["lora_first", "swap_first"])
+@pytest.mark.parametrize(("before", "use_dora"), [(True, False), (False, False), (True, True), (False, True)], ids=str)
 @in_turn()
-def test_merging_changes_nothing(name: str, variant: str, before: bool) -> None:
-    model, batch = adapted(name, variant, before), batch_of(name)
+def test_merging_changes_nothing(name: str, variant: str, before: bool, use_dora: bool) -> None:
+    """And off, it is stock attention with the same adapters."""
+    model, stock, batch = (
+        adapted(name, variant, before, use_dora=use_dora),
+        adapted(name, "softmax", before, use_dora=use_dora),
+        batch_of(name),
+    )
+    untouched = forward(model, batch)
     for path in set(projections(name).values()):
         fill(model, path)
+        fill(stock, path)
     wanted = forward(model, batch)
-    merged = model.merge_and_unload()
+    assert not torch.allclose(wanted, untouched)
+    assert distance(forward(set_strength(model, 0.0), batch), forward(stock, batch)) <= 1e-10
+    merged = set_strength(model, 1.0).merge_and_unload()
     assert swaps(merged)
     assert distance(forward(merged, batch), wanted) <= 1e-10
 

@@ -1,4 +1,4 @@
-"""PEFT beyond LoRA: DoRA on every projection, and prefix tuning in the families that read a cache."""
+"""PEFT beyond adapters: prefix tuning in the families that read a cache."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch import Tensor
 from benchmarks.bench_caches import cache_of
 from hf_attn_swap import list_variants, patch_model, set_strength
 from tests import zoo
-from tests.contract.cells import FAMILY_NAMES
-from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
-from tests.harness.adapters import adapted, fill, projections
-from tests.harness.places import in_turn, one_per_place, turns
+from tests.contract.cells import FAMILY_NAMES, composes
+from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused
+from tests.harness.places import one_per_place, turns
 
 # PEFT 0.21 reads a property that transformers 5.23 has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -23,36 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 GIVEN_BY_ITS_OLD_NAME = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 PREFIX, LENGTH = 3, 9  # tokens
 CAUSAL = [name for name in FAMILY_NAMES if name in zoo.CAUSAL]
-WITH_SINK = [name for name in list_variants() if name != "outeffhop"]
-
-
-def composes(variant: str) -> bool:
-    """True if `outeffhop` can be added to a variant."""
-    try:
-        patch_model(fresh("bert"), f"outeffhop+{variant}")
-    except ValueError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("before", [True, False], ids=["dora_first", "swap_first"])
-@in_turn()
-def test_dora(name: str, variant: str, before: bool) -> None:
-    """Off, it is stock attention with the same adapters; on, merging the adapters changes nothing."""
-    batch = batch_of(name)
-    model = adapted(name, variant, before, use_dora=True)
-    untouched = forward(model, batch)
-    for path in set(projections(name).values()):
-        fill(model, path)
-    got = forward(model, batch)
-    assert not torch.allclose(got, untouched)
-    stock = adapted(name, "softmax", before, use_dora=True)
-    for path in set(projections(name).values()):
-        fill(stock, path)
-    assert distance(forward(set_strength(model, 0.0), batch), forward(stock, batch)) <= 1e-10
-    merged = set_strength(model, 1.0).merge_and_unload()
-    assert swaps(merged)
-    assert distance(forward(merged, batch), got) <= 1e-10
 
 
 def prefixed(model: Any, name: str, keys_and_values: Tensor) -> Any:
@@ -82,14 +51,14 @@ def test_a_prefix_of_real_tokens(name: str, variant: str) -> None:
 
 
 @GIVEN_BY_ITS_OLD_NAME
-@pytest.mark.parametrize("variant", [name for name in WITH_SINK if composes(name)])
+@pytest.mark.parametrize("variant", [name for name in list_variants() if composes((name, "outeffhop"))])
 def test_a_prefix_of_zeros_on_an_encoder(variant: str) -> None:
     """One key and value of zeros adds 1 to the softmax's denominator, as `outeffhop` does."""
     batch = zoo.inputs("bert", batch=2, length=LENGTH, padded="right")
     model = perturb(patch_model(fresh("bert"), variant))
     zeros = torch.zeros(zoo.LAYERS, 2, zoo.HEADS, 1, zoo.HIDDEN // zoo.HEADS, dtype=torch.float64)
     got = forward(prefixed(model, "bert", zeros), batch)
-    both = patch_model(fresh("bert"), f"outeffhop+{variant}" if variant != "softmax" else "outeffhop")
+    both = patch_model(fresh("bert"), f"outeffhop+{variant}")
     both.load_state_dict(model.state_dict())
     later = torch.arange(1, LENGTH + 1).expand(2, -1)  # the prefix takes position 0
     assert distance(got, forward(both, {**batch, "position_ids": later})) <= 1e-10

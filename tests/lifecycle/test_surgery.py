@@ -158,6 +158,7 @@ def test_carried_scores_after_surgery(name: str, kind: str) -> None:
     assert torch.equal(forward(model, name), wanted)
 
 
+@pytest.mark.slow
 def test_carried_scores_after_surgery_in_a_compiled_model() -> None:
     (variant,) = CARRYING
     torch._dynamo.reset()

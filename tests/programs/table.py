@@ -1,23 +1,18 @@
-"""The programs that run a swapped model: each gives a function of a batch, from the model and an example batch.
+"""Programs that are recorded from a swapped model: each gives a function of a batch, from the model and an example.
 
 A new program is one more entry of `PROGRAMS`; `test_programs.py` then tries every variant in it.
 """
 
 from __future__ import annotations
 
-import copy
 import io
-import itertools
 from collections.abc import Callable
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-
-from tests.harness.adapters import lora
 
 Run = Callable[[Tensor, Tensor], Tensor]  # token ids (B,L) and the mask (B,L) to logits (B,L,V)
 
@@ -96,52 +91,6 @@ def onnx_traced(model: nn.Module, *example: Tensor) -> Run:
     return _onnx(model, example, dynamo=False, opset_version=18, dynamic_axes=axes)
 
 
-def padded(model: nn.Module, *example: Tensor) -> Run:
-    """Each row alone, without its padding: the wanted logits come from the padded batch."""
-
-    def run(ids: Tensor, mask: Tensor) -> Tensor:
-        logits = []
-        for row, real in zip(ids, mask.bool(), strict=True):
-            alone = Logits(model)(row[real][None], torch.ones_like(row[real][None]))[0]
-            logits.append(alone.new_zeros(len(row), alone.shape[1]).masked_scatter_(real[:, None], alone))
-        return torch.stack(logits)
-
-    return run
-
-
-def in_steps(model: nn.Module, *example: Tensor) -> Run:
-    """A decoder reads the example's length, then some tokens one by one with its cache, and then all others."""
-    start = example[0].shape[1]
-
-    def run(ids: Tensor, mask: Tensor) -> Tensor:
-        out = model(input_ids=ids[:, :start], attention_mask=mask[:, :start], use_cache=True)
-        logits = [out.logits]
-        ends = (start, *range(start + 1, start + 6), ids.shape[1])
-        for first, end in itertools.pairwise(ends):
-            cache = out.past_key_values
-            out = model(ids[:, first:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
-            logits.append(out.logits)
-        return torch.cat(logits, 1)
-
-    return run
-
-
-def adapted(model: nn.Module, *example: Tensor) -> Run:
-    """An adapter of PEFT that changes nothing."""
-    name: str = model.config.model_type  # type: ignore[union-attr,assignment]  # a transformers model
-    return Logits(peft.get_peft_model(copy.deepcopy(model), lora(name)).eval())  # type: ignore[arg-type]  # as above
-
-
-def called_around(model: nn.Module, *example: Tensor) -> Run:
-    """`model.forward(...)`, which passes by the hooks of the model, as sentence-transformers calls it."""
-
-    def run(ids: Tensor, mask: Tensor) -> Tensor:
-        logits: Tensor = model.forward(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        return logits
-
-    return run
-
-
 PROGRAMS: dict[str, Callable[..., Run]] = {
     program.__name__: program
     for program in (
@@ -151,9 +100,5 @@ PROGRAMS: dict[str, Callable[..., Run]] = {
         compiled,
         onnx_exported,
         onnx_traced,
-        padded,
-        in_steps,
-        adapted,
-        called_around,
     )
 }

@@ -1,4 +1,4 @@
-"""Every variant in every program that runs a model: on longer texts than the example, right or refused."""
+"""Every variant in every program that is recorded from a model: on longer texts than the example, right or refused."""
 
 from __future__ import annotations
 
@@ -21,18 +21,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the exporters
 EXAMPLE = 2  # as short as the shortest window of the tiny options
 LENGTHS = (12, CHUNK + 7)
 FAMILIES = ("llama", "bert")  # causal with a cache and groups of heads; in both directions, with absolute places
-CHEAP = ("padded", "in_steps", "adapted", "called_around")  # no compiler
-FAST = {(program, name) for program, name in turns(list(PROGRAMS), one_per_place(), 1) if program not in CHEAP}
-FAST |= set(itertools.product(CHEAP, one_per_place()))
-CELLS = [  # the families take turns; an encoder has no cache
+FAST = set(turns(list(PROGRAMS), one_per_place(), 1))
+CELLS = [  # the families take turns
     pytest.param(
         *(family, program, variant),
         marks=() if (program, variant) in FAST and family == turn else pytest.mark.slow,
     )
     for program in PROGRAMS
-    for variant, turn in zip(list_variants(), itertools.cycle(("llama",) if program == "in_steps" else FAMILIES))
+    for variant, turn in zip(list_variants(), itertools.cycle(FAMILIES))
     for family in FAMILIES
-    if family in zoo.CAUSAL or program != "in_steps"
 ]
 
 

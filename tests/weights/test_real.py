@@ -96,21 +96,6 @@ def test_cached_generation(name: str, variant: str) -> None:
         assert relative(got, wanted) <= loosely(variant)
 
 
-@pytest.mark.parametrize("name", [needs(name) for name in CHECKPOINTS if not CHECKPOINTS[name].slow])
-@VARIANTS
-def test_saved_and_loaded(name: str, variant: str, tmp_path: Path) -> None:
-    batch = inputs(name)
-    count = sum(row.layer is not None for row in describe(stock(name)).rows)
-    model = perturb(
-        patch_model(fresh(name), variant, strength=0.3, layers=range(count // 2, count), **tiny_options(variant))
-    )
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    assert str(describe(loaded)) == str(describe(model))
-    assert torch.equal(run(loaded, batch), run(model, batch))
-    assert torch.equal(run(unpatch_model(loaded), batch), run(stock(name), batch))
-
-
 CHILD = """
 import sys, torch, transformers, hf_attn_swap
 folder, auto = sys.argv[1:]
