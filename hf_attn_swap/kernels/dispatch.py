@@ -7,15 +7,16 @@ runs. All forms of one computation give equal results; they differ in speed and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
 from ..core.call import Call, Inputs
 from ..core.masks import compiling, recorded, transformed
 from ..functional.linear import CHUNK, under_autocast
-from . import linear, linear_fla, softmax_n
+from . import linear, linear_fla
+from .stock_softmax import kernels
 from .weighing import Rule
 
 LONG = 4096  # from this number of tokens on, H is not held as a tensor; for 12 heads, H would take 800 MB per layer
@@ -41,8 +42,7 @@ class Form(Enum):
     REFERENCE = "reference"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(NamedTuple):
     """The facts that decide about a form.
 
     Attributes:
@@ -74,19 +74,20 @@ class Setting:
     @classmethod
     def of(cls, inputs: Inputs, call: Call) -> Setting:
         """The facts of one call."""
-        device = inputs.query.device.type
+        query, key, value = inputs.query, inputs.key, inputs.value
+        device = query.device.type
         return cls(
             device=device,
-            dtypes=(inputs.query.dtype, inputs.key.dtype, inputs.value.dtype),
-            between=call.between,
+            dtypes=(query.dtype, key.dtype, value.dtype),
+            between=isinstance(call.exact_strength, torch.Tensor),
             dropout=inputs.dropout > 0,
             compiling=compiling(),
             recorded=recorded(),
-            transformed=transformed(*inputs.three),
+            transformed=transformed(query, key, value),
             autocast=under_autocast(device),
             uniform=call.uniform,
             causal=inputs.masks.causal or call.state is not None,  # a state stands for earlier tokens
-            tokens=(inputs.query.shape[2], inputs.key.shape[2]),
+            tokens=(query.shape[2], key.shape[2]),
         )
 
     @property
@@ -101,7 +102,7 @@ def softmax_n_form(setting: Setting) -> Form:
         return Form.ZERO_KEY
     if setting.recorded and setting.device != "cpu":  # the padding for CUDA would be that of this length
         return Form.ZERO_KEY
-    if softmax_n.available(setting.device, setting.dtypes[0], setting.dropout):
+    if kernels(setting.device, setting.dtypes[0], setting.dropout):
         return Form.RESCALED
     return Form.ZERO_KEY
 

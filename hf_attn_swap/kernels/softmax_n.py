@@ -26,11 +26,6 @@ from .double_backward import refuse_double_backward
 from .stock_softmax import Kernel, KernelOutput, SdpaArgs, kernels
 
 
-def available(device: str, dtype: torch.dtype, dropout: bool) -> bool:
-    """True if this version of PyTorch has a kernel for tensors of this dtype on this type of device."""
-    return bool(kernels(device, dtype, dropout))
-
-
 class Further(NamedTuple):
     """Pairs that every query sees: scores (B,H,Q,N) in fp32 at least; values (G,N,D), or None for zeros."""
 
@@ -88,19 +83,14 @@ def _plain(qkv: Three, mask: Tensor | None) -> bool:
     The kernels need rows that are contiguous in memory, equal widths of query, key and value, one dtype, and a mask
     without a gradient.
     """
-    if torch.compiler.is_compiling():  # the checks below would break the graph
-        return False
     if mask is not None and (mask.requires_grad or mask.dim() != 4):
         return False
     query = qkv[0]
-    return all(
-        tensor.device == query.device
-        and tensor.dtype == query.dtype
-        and tensor.shape[3] == query.shape[3]
-        and tensor.stride(-1) == 1
-        and tensor.numel() > 0
-        for tensor in qkv
-    )
+    for tensor in qkv:
+        alike = tensor.device == query.device and tensor.dtype == query.dtype and tensor.shape[3] == query.shape[3]
+        if not alike or tensor.stride(-1) != 1 or tensor.numel() == 0:
+            return False
+    return True
 
 
 def _log(n: float | Tensor, query: Tensor) -> float | Tensor:

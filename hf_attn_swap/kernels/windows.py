@@ -43,7 +43,7 @@ class Span:
     @property
     def alone(self) -> Span:
         """The same window in every head."""
-        return replace(self, full=())
+        return replace(self, full=()) if self.full else self
 
     def full_of(self, heads: int) -> tuple[bool, ...]:
         """For each of so many heads, True if its queries see every key: query heads, or key/value heads (repeated).

@@ -9,7 +9,8 @@ Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,25 +24,26 @@ from ..kernels.weighing import Rule
 from ..variants.base import Replacement, Variant, same_shape
 
 
-@dataclass(frozen=True, kw_only=True)
-class Places:
-    """The variants that change the steps between the scores and the heads.
+class Places(NamedTuple):
+    """The variants that change the steps between the scores and the heads, and what is known of them in advance.
 
     Attributes:
         keys: the variant that adds pairs beside the keys of the text, or None.
         carrier: the variant that carries scores across layers, or None.
-        mask: the variant that hides keys, or None.
         normalizer: the variant that turns scores into weights, or None for softmax.
         adjuster: the variant that changes the weights, or None.
         replacement: the variant that computes the heads without scores, or None.
+        span: how far a query sees, if a variant hides keys; None if none does.
+        rule: how scores become weights, or None if only the variants' methods say it.
     """
 
     keys: Variant | None = None
     carrier: Variant | None = None
-    mask: Variant | None = None
     normalizer: Variant | None = None
     adjuster: Variant | None = None
     replacement: Replacement | None = None
+    span: windows.Span | None = None
+    rule: Rule | None = Rule()
 
     def form(self, setting: Setting) -> Form:
         """The form that computes the heads in this setting: the variant's own, or a general one for several."""
@@ -51,38 +53,30 @@ class Places:
             return Form.REFERENCE
         if self.keys is not None:
             return self._form_with_pairs(setting)
-        changing = [variant for variant in (self.carrier, self.normalizer, self.adjuster) if variant is not None]
-        if not changing:
+        variant = self.carrier or self.normalizer or self.adjuster
+        if variant is None:
             return Form.SDPA
-        if len(changing) == 1:
-            return changing[0].form(setting)
-        return Form.REFERENCE if self.rule() is None else weighted_form(setting)
+        if (self.carrier, self.normalizer, self.adjuster).count(None) == 2:
+            return variant.form(setting)
+        return Form.REFERENCE if self.rule is None else weighted_form(setting)
 
     def in_blocks(self, setting: Setting) -> bool:
         """True if this form computes blocks of queries with the keys of their window, one after the other."""
-        if self.mask is None or self.carrier is not None or (self.mask.span().full and not self.apart):
+        if self.span is None or self.carrier is not None or (self.span.full and not self.apart):
             return False
         return windows_form(setting)
 
     @property
     def apart(self) -> bool:
         """True if heads can be computed apart: nothing but a rule, which is that of every head, changes them."""
-        return self.keys is None and self.rule() is not None
+        return self.keys is None and self.rule is not None
 
     def _form_with_pairs(self, setting: Setting) -> Form:
         """The form with further keys: joined by the log-sum-exp if possible, otherwise the form for all keys."""
-        if (rule := self.rule()) is not None and joined_form(setting, rule):
+        if self.rule is not None and joined_form(setting, self.rule):
             return Form.JOINED
-        form = replace(self, keys=None).form(setting)
+        form = self._replace(keys=None).form(setting)
         return Form.FURTHER_KEYS if form in (Form.SDPA, Form.RESCALED) else form
-
-    def rule(self) -> Rule | None:
-        """How scores become weights, or None if only the variants' methods say it."""
-        rule = Rule() if self.carrier is None else None
-        for variant in (self.normalizer, self.adjuster):
-            if variant is not None and rule is not None:
-                rule = variant.rule(rule)
-        return rule
 
 
 ORDINARY = Places()  # ordinary attention: no variant changes a step before the heads
@@ -102,15 +96,15 @@ def attend(
     """
     biased = inputs.softcap is not None or inputs.position_bias is not None
     readable = biased or want_weights or call.probe is not None
-    if places is ORDINARY and not readable and not transformed(*inputs.three):
+    if places is ORDINARY and not readable and not transformed(inputs.query, inputs.key, inputs.value):
         return ordinary(inputs, sdpa), None
     setting = Setting.of(inputs, call)
     form = Form.REFERENCE if readable else places.form(setting)
-    if places.mask is None:
+    span = places.span
+    if span is None:
         return _attended(places, inputs, call, sdpa, want_weights, form)
-    span = places.mask.span()
     in_blocks = not readable and places.in_blocks(setting) and windows.fits(inputs, call)
-    places = replace(places, mask=None)
+    places = places._replace(span=None)
     held, whole = windows.ALL, None
     if call.state is not None and _keeps_near(inputs, call, want_weights):
         in_blocks = True
@@ -174,10 +168,9 @@ def _attended(
     if form is Form.REFERENCE:
         return reference(places, inputs, call)
     if form is Form.WEIGHTED:
-        rule = places.rule()
-        if rule is None or not weighted.fits(inputs):
+        if places.rule is None or not weighted.fits(inputs):
             return reference(places, inputs, call)
-        return weighted.attend(rule, inputs, call), None
+        return weighted.attend(places.rule, inputs, call), None
     variant = places.carrier or places.normalizer or places.adjuster
     if variant is None:
         return ordinary(inputs, sdpa), None
@@ -199,14 +192,14 @@ def _with_pairs(
         heads = softmax_n.softmax_n_attention(*inputs.three, added, causal, inputs.scaling, n, further=further)
         if heads is not None:
             return heads.transpose(1, 2), None
-    heads, weights = attend(replace(places, keys=None), pairs.before(inputs), call, sdpa, want_weights)
+    heads, weights = attend(places._replace(keys=None), pairs.before(inputs), call, sdpa, want_weights)
     return heads, None if weights is None else weights[..., pairs.count :]
 
 
 def ordinary(inputs: Inputs, sdpa: FusedSoftmax) -> Tensor:
     """The heads (B,Q,H,D) of ordinary attention, by the stock fused function."""
     mask, causal = inputs.masks.dense()
-    return sdpa(inputs.three, mask, causal)
+    return sdpa((inputs.query, inputs.key, inputs.value), mask, causal)
 
 
 def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from .cache import LinearState, cache_of, keep_all_keys
 from .positions import rotated_from_first_seen
 from .seam import CALL, CONTEXT, LAYER, NAME, OF_KEYS, MaskWithContext, kind_of_masks, swap_of
 from .state import State
-from .window_cache import WindowState, can_hold
+from .window_cache import WindowState
 
 
 def before_stack(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -291,7 +291,8 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
     cache = cache_of(args, kwargs)
     if swap is None or swap.phase == Phase.OFF:
         return args, kwargs
-    wiring = wiring_of(swap)
+    wiring = swap.wiring
+    assert wiring is not None, "a swap computes in no model"
     for argument in wiring.others:
         if argument.of(args, kwargs) is not None:
             raise ValueError(
@@ -382,7 +383,7 @@ def _state(core: nn.Module, swap: Swap, cache: Any, layer: int, context: Forward
     if swap.replaces:
         state = LinearState.of(cache, layer, start=starts)
     else:
-        starts &= can_hold(swap) and kind_of_masks(core.config) in (None, OF_KEYS)  # other masks are of all keys
+        starts &= swap.keeps_window and kind_of_masks(core.config) in (None, OF_KEYS)  # other masks are of all keys
         state = WindowState.of(cache, layer, start=starts, span=swap.span)
     if state is not None:
         state.claim(core)

@@ -118,9 +118,11 @@ def attention_forward(
     if context is not None:
         context.arrived = True
     swap = swap_of(module)
-    causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
-    if kind_of_masks(getattr(module, "config", None)) == EAGER:  # then no mask means that every key may be seen
-        causal = False
+    causal = False
+    if attention_mask is None and query.shape[2] > 1:
+        causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
+        if kind_of_masks(getattr(module, "config", None)) == EAGER:  # then no mask means that every key may be seen
+            causal = False
     inputs = _inputs(query, key, value, attention_mask, scaling, dropout, causal, kwargs, context)
     sdpa = functools.partial(_sdpa, module, inputs, kwargs)
     if swap is not None and swap.phase != Phase.OFF and not stock:
@@ -169,7 +171,6 @@ def _inputs(
         )
     queries, keys = query.shape[2], key.shape[2]
     if attention_mask is None:
-        causal = causal and queries > 1
         if causal and keys > queries:  # the first call with a static cache: the later places are still unused
             key = key[:, :, :queries]
             value = value[:, :, :queries]
