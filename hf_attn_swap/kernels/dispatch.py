@@ -53,7 +53,6 @@ class Setting(NamedTuple):
         compiling: True under a compiler, which plans memory by itself, and under `torch.jit.trace`.
         recorded: True while a program is recorded for later, without this package: exported, traced or captured.
         transformed: True inside a transform of `torch.func`, such as `grad` or `vmap`, and in forward mode.
-        autocast: True under autocast.
         uniform: True if all layers of the model have the same masks.
         causal: True if the order is causal, without another mask; None if this is not known yet, as in `describe`.
         tokens: the numbers of queries and keys (Q, K); None if they are not known yet, as in `describe`.
@@ -66,7 +65,6 @@ class Setting(NamedTuple):
     compiling: bool = False
     recorded: bool = False
     transformed: bool = False
-    autocast: bool = False
     uniform: bool = True
     causal: bool | None = None
     tokens: tuple[int, int] | None = None
@@ -75,16 +73,15 @@ class Setting(NamedTuple):
     def of(cls, inputs: Inputs, call: Call) -> Setting:
         """The facts of one call."""
         query, key, value = inputs.query, inputs.key, inputs.value
-        device = query.device.type
+        device, program = query.device.type, compiling()
         return cls(
             device=device,
             dtypes=(query.dtype, key.dtype, value.dtype),
             between=isinstance(call.exact_strength, torch.Tensor),
             dropout=inputs.dropout > 0,
-            compiling=compiling(),
-            recorded=recorded(),
+            compiling=program,
+            recorded=(program or device != "cpu") and recorded(),  # a CUDA graph records no work of a CPU
             transformed=transformed(query, key, value),
-            autocast=under_autocast(device),
             uniform=call.uniform,
             causal=inputs.masks.causal or call.state is not None,  # a state stands for earlier tokens
             tokens=(query.shape[2], key.shape[2]),
@@ -123,7 +120,7 @@ def carried_form(setting: Setting, *, low: bool = False) -> Form:
         return Form.REFERENCE
     if setting.tokens is not None and setting.tokens[0] * setting.tokens[1] >= (MIDDLE if low else LONG) ** 2:
         return Form.TERMS
-    if setting.autocast or not setting.uniform or not setting.one_dtype:
+    if under_autocast(setting.device) or not setting.uniform or not setting.one_dtype:
         return Form.REFERENCE
     return Form.IN_PLACE
 

@@ -55,10 +55,6 @@ class ExtraKV:
             scores = scores.view(batch, heads, queries, -1)
         return scores if self.share is None else scores + self.share.to(wide).log()
 
-    def values(self, inputs: Inputs) -> Tensor | None:
-        """The values of the pairs (G,N,D), in the dtype of the values of the text."""
-        return None if self.value is None else self.value.to(inputs.value.dtype)
-
     def before(self, inputs: Inputs) -> Inputs:
         """The same inputs with the pairs in front of the keys of the text.
 

@@ -67,7 +67,9 @@ def softmax_n_attention(
     for kernel in kernels(query.device.type, query.dtype, dropout > 0):
         qkv, ready_mask = kernel.prepared((query, key, value), mask)
         if kernel.takes(qkv, ready_mask, args):
-            padded = None if further is None else _as_wide(further, qkv[0].shape[3])
+            padded = further
+            if further is not None and qkv[0].shape[3] > query.shape[3]:
+                padded = _as_wide(further, qkv[0].shape[3])
             arguments = (ready_mask, kernel, _log(n, query), args)
             if torch.is_grad_enabled():
                 heads: Tensor = _SoftmaxN.apply(*qkv, *(padded or (None, None)), *arguments)  # type: ignore[no-untyped-call]  # torch's
@@ -103,9 +105,7 @@ def _log(n: float | Tensor, query: Tensor) -> float | Tensor:
 def _as_wide(further: Further, width: int) -> Further:
     """The same pairs with values as wide as the kernel's, which are filled up with zeros."""
     values = further.values
-    if values is None or values.shape[2] == width:
-        return further
-    return Further(further.scores, F.pad(values, (0, width - values.shape[2])))
+    return Further(further.scores, None if values is None else F.pad(values, (0, width - values.shape[2])))
 
 
 def _scaled(

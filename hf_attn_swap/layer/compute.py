@@ -51,8 +51,11 @@ class Places(NamedTuple):
             return self.replacement.form(setting)
         if setting.transformed:  # kernels have no rule for vmap, no forward mode, or no second derivative
             return Form.REFERENCE
-        if self.keys is not None:
-            return self._form_with_pairs(setting)
+        if self.keys is not None:  # joined by the log-sum-exp if possible, otherwise the form for all keys
+            if self.rule is not None and joined_form(setting, self.rule):
+                return Form.JOINED
+            form = self._replace(keys=None).form(setting)
+            return Form.FURTHER_KEYS if form in (Form.SDPA, Form.RESCALED) else form
         variant = self.carrier or self.normalizer or self.adjuster
         if variant is None:
             return Form.SDPA
@@ -70,13 +73,6 @@ class Places(NamedTuple):
     def apart(self) -> bool:
         """True if heads can be computed apart: nothing but a rule, which is that of every head, changes them."""
         return self.keys is None and self.rule is not None
-
-    def _form_with_pairs(self, setting: Setting) -> Form:
-        """The form with further keys: joined by the log-sum-exp if possible, otherwise the form for all keys."""
-        if self.rule is not None and joined_form(setting, self.rule):
-            return Form.JOINED
-        form = self._replace(keys=None).form(setting)
-        return Form.FURTHER_KEYS if form in (Form.SDPA, Form.RESCALED) else form
 
 
 ORDINARY = Places()  # ordinary attention: no variant changes a step before the heads
@@ -141,7 +137,8 @@ def _keeps_near(inputs: Inputs, call: Call, want_weights: bool) -> bool:
             "window: a cache that holds the keys of a window has no other keys to show or to mask one by one; pass 4-D "
             "masks, is_causal=False and output_attentions=True from the first token on, or use use_cache=False."
         )
-    if not masks.once(("remembers", call.state.length), lambda: call.state.remembers(masks.key_mask)):
+    padded = masks.key_mask is not None or call.state.visible is not None
+    if padded and not masks.once(("remembers", call.state.length), lambda: call.state.remembers(masks.key_mask)):
         raise ValueError(
             "window: the mask hides or shows other earlier tokens than when they went into the cache, which has not "
             "kept all of them; start a new cache for these tokens, or use use_cache=False."
@@ -187,7 +184,8 @@ def _with_pairs(
     pairs = variant.extra_kv(inputs, call)
     if form is Form.JOINED:
         added, causal = inputs.masks.additive(inputs.query.dtype)
-        further = softmax_n.Further(pairs.scores(inputs), pairs.values(inputs))
+        values = None if pairs.value is None else pairs.value.to(inputs.value.dtype)
+        further = softmax_n.Further(pairs.scores(inputs), values)
         n = 0.0 if places.normalizer is None else call.exact_strength
         heads = softmax_n.softmax_n_attention(*inputs.three, added, causal, inputs.scaling, n, further=further)
         if heads is not None:

@@ -202,6 +202,7 @@ class Swap(nn.Module):
             if name is not None and self.rule is not None:
                 self.rule = self.get_submodule(name).rule(self.rule)  # type: ignore[operator]  # a variant
         self._steps = (*map(self.changed.get, STEPS), self.names[0] if self.replaces else None)
+        self._reader = self.changed.get("read")
         self._ordinary = self.span is None and not any(self._steps)
         self.keeps_window = (
             self.span is not None and not self.carries and (not self.span.full or self.places().apart)
@@ -369,7 +370,8 @@ class Swap(nn.Module):
         heads, weights = attend(self.places(), inputs, call, sdpa, want_weights)
         if call.probe is not None:
             heads = call.probe("context", heads)
-        if (reader := self.at("read")) is not None:
+        if self._reader is not None:
+            reader: Any = self._modules[self._reader]
             heads = same_shape(reader, "read", heads, reader.read(heads, call))
         if self._correcting:
             heads = mix(heads, self._corrected(heads), call.strength_in(heads.dtype))

@@ -313,7 +313,7 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
     if cache is not None:
         layer, start = _place_in_cache(core, wiring, cache)
         if layer is not None and (swap.replaces or swap.span is not None):
-            state = _state(core, swap, cache, layer, context)
+            state = _state(core, swap, wiring, cache, layer, context)
     call = Call(
         x=wiring.states.of(args, kwargs),
         start=start,
@@ -369,7 +369,9 @@ def _place_in_cache(core: nn.Module, wiring: Wiring, cache: Any) -> tuple[int | 
     return layer, length.clone() if isinstance(length, Tensor) else length
 
 
-def _state(core: nn.Module, swap: Swap, cache: Any, layer: int, context: ForwardContext | None) -> State | None:
+def _state(
+    core: nn.Module, swap: Swap, wiring: Wiring, cache: Any, layer: int, context: ForwardContext | None
+) -> State | None:
     """What the cache holds of this layer in place of all keys, claimed for this call; None if it holds all keys.
 
     A new state is started only without gradients, and if the caller wants no attention weights. If the mask then turns
@@ -378,7 +380,7 @@ def _state(core: nn.Module, swap: Swap, cache: Any, layer: int, context: Forward
     if swap.phase != Phase.FULL or compiling():
         return None
     shown = context is not None and context.want_weights
-    starts = not shown and not torch.is_grad_enabled() and not wiring_of(swap).lent  # a state has no keys to lend
+    starts = not shown and not torch.is_grad_enabled() and not wiring.lent  # a state has no keys to lend
     state: State | None
     if swap.replaces:
         state = LinearState.of(cache, layer, start=starts)
