@@ -21,7 +21,7 @@ from .families.base import Family
 from .layer.registry import list_variants, tiny_options
 from .layer.swap import Swap
 from .patch import patch_model, set_strength
-from .tested import LOGGER, NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS, TESTED, TESTED_PYTHONS, is_newer
+from .tested import LOGGER, OLDEST_TRANSFORMERS, TESTED, TESTED_PYTHONS, is_newer
 from .text.table import Table
 
 SCALE = 8.0  # fresh weights have a deviation of 0.02, at which the residual stream hides what attention adds
@@ -189,8 +189,8 @@ def packages() -> tuple[tuple[str, str, str, str], ...]:
         except PackageNotFoundError:
             continue
         oldest = OLDEST_TRANSFORMERS if name == "transformers" else None
-        tested = f"{oldest} to {NEWEST_TRANSFORMERS}" if oldest else newest or "-"
-        rows.append((name, here, tested, "not tested" if newest is None else _note(here, oldest, newest)))
+        tested = f"{oldest} to {newest}" if oldest else newest
+        rows.append((name, here, tested, _note(here, oldest, newest)))
     return tuple(rows)
 
 

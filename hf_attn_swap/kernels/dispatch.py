@@ -15,7 +15,6 @@ import torch
 from ..core.call import Call, Inputs
 from ..core.masks import compiling, recorded, transformed
 from ..functional.linear import CHUNK, under_autocast
-from . import linear, linear_fla
 from .stock_softmax import kernels
 from .weighing import Rule
 
@@ -37,7 +36,6 @@ class Form(Enum):
     TERMS = "H as a sum of products, a block of queries at a time"
     PRODUCTS = "reordered products"
     BLOCKS = "reordered products, in blocks by a CPU operator when causal"
-    FLA = "reordered products, by a kernel of flash-linear-attention when causal"
     WEIGHTED = "weights, a block of queries at a time"
     REFERENCE = "reference"
 
@@ -139,13 +137,8 @@ def windows_form(setting: Setting) -> bool:
 
 
 def linear_form(setting: Setting) -> Form:
-    """The form of linear attention: reordered products, or a kernel for long sequences in causal order."""
-    if setting.recorded or setting.transformed or setting.causal is False or not setting.one_dtype:
+    """The form of linear attention: reordered products, or a CPU operator for long sequences in causal order."""
+    short = setting.tokens is not None and setting.tokens[0] <= CHUNK  # a single chunk has no running sum
+    if setting.recorded or setting.transformed or setting.causal is False or short:
         return Form.PRODUCTS
-    if setting.tokens is not None and setting.tokens[0] <= CHUNK:  # a single chunk has no running sum
-        return Form.PRODUCTS
-    if linear.available(setting.device):
-        return Form.BLOCKS
-    if not setting.compiling and linear_fla.available(setting.device, setting.dtypes[0]):
-        return Form.FLA
-    return Form.PRODUCTS
+    return Form.BLOCKS if setting.device == "cpu" and setting.one_dtype else Form.PRODUCTS

@@ -32,7 +32,6 @@ class Places(NamedTuple):
         carrier: the variant that carries scores across layers, or None.
         normalizer: the variant that turns scores into weights, or None for softmax.
         adjuster: the variant that changes the weights, or None.
-        replacement: the variant that computes the heads without scores, or None.
         span: how far a query sees, if a variant hides keys; None if none does.
         rule: how scores become weights, or None if only the variants' methods say it.
     """
@@ -41,14 +40,11 @@ class Places(NamedTuple):
     carrier: Variant | None = None
     normalizer: Variant | None = None
     adjuster: Variant | None = None
-    replacement: Replacement | None = None
     span: windows.Span | None = None
     rule: Rule | None = Rule()
 
     def form(self, setting: Setting) -> Form:
         """The form that computes the heads in this setting: the variant's own, or a general one for several."""
-        if self.replacement is not None:
-            return self.replacement.form(setting)
         if setting.transformed:  # kernels have no rule for vmap, no forward mode, or no second derivative
             return Form.REFERENCE
         if self.keys is not None:  # joined by the log-sum-exp if possible, otherwise the form for all keys

@@ -201,12 +201,10 @@ class Swap(nn.Module):
         for name in (self.changed.get("normalizer"), self.changed.get("weights")):
             if name is not None and self.rule is not None:
                 self.rule = self.get_submodule(name).rule(self.rule)  # type: ignore[operator]  # a variant
-        self._steps = (*map(self.changed.get, STEPS), self.names[0] if self.replaces else None)
+        self._steps = tuple(map(self.changed.get, STEPS))
         self._reader = self.changed.get("read")
         self._ordinary = self.span is None and not any(self._steps)
-        self.keeps_window = (
-            self.span is not None and not self.carries and (not self.span.full or self.places().apart)
-        )
+        self.keeps_window = self.span is not None and not self.carries and (not self.span.full or self.places().apart)
         self.further_keys = sum(variant.further_keys for variant in variants)
         self.keeps_projection = all(variant.keeps_projection for variant in variants)
         self.wants_residual = any(variant.wants_residual for variant in variants)
@@ -430,7 +428,7 @@ class Swap(nn.Module):
         """The form that computes this layer's heads in this setting."""
         if self.phase == Phase.OFF:
             return Form.STOCK
-        return self.places().form(setting)
+        return self.places().form(setting) if self.replacement is None else self.replacement.form(setting)
 
     def in_blocks(self, setting: Setting) -> bool:
         """True if this form computes one block of queries after the other, with the keys of their window."""

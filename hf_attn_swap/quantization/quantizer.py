@@ -147,7 +147,7 @@ class Quantizer:
         batch, heads, queries, width = args[0].query.shape
         keys = args[0].key.shape[2]
         product = 2.0 * batch * heads * queries * width
-        if swap.places().replacement is None:
+        if not swap.replaces:
             return 2 * keys * product, 0.0
         return width * product, (width if swap.phase == Phase.FULL else width + 2 * keys) * product
 
