@@ -119,11 +119,12 @@ def _scaled(
     """The heads, the log-sum-exp of the keys, and what else the kernel's backward pass needs."""
     heads, lse, kept = kernel.forward(qkv, mask, args)
     queries = qkv[0].shape[2]
+    lse_of_text = (lse if lse.shape[2] == queries else lse[:, :, :queries]).unsqueeze(-1)
     if further is None:
-        heads.mul_(torch.sigmoid(lse[:, :, :queries] - log_n).unsqueeze(-1))  # exp(lse - lse')
+        above = lse_of_text if isinstance(log_n, float) and log_n == 0 else lse_of_text - log_n
+        heads.mul_(torch.sigmoid(above))  # exp(lse - lse')
         return heads, lse, kept
     scores, values = further
-    lse_of_text = lse[:, :, :queries].unsqueeze(-1)
     plain = isinstance(log_n, float) and log_n == -math.inf
     if plain and scores.shape[3] == 1 and heads.dtype == scores.dtype:  # fewer steps, for decoding
         share = torch.sigmoid(lse_of_text - scores)  # exp(lse - lse')

@@ -48,7 +48,7 @@ def operators(name: str, forward: str, backward: str) -> Operators | None:
         operator = getattr(torch.ops.aten, operator_name, None)
         if operator is None or [argument.name for argument in operator.default._schema.arguments] != arguments.split():
             return None
-        both.append(operator)
+        both.append(getattr(torch, operator_name, operator))  # the same operator, called by less Python
     return Operators(*both)
 
 
