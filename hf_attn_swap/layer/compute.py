@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.call import Call, FusedSoftmax, Inputs
-from ..core.masks import traced, transformed
+from ..core.masks import Masks, traced, transformed
 from ..kernels import softmax_n, weighted, windows
 from ..kernels.dispatch import Form, Setting, joined_form, weighted_form, windows_form
 from ..kernels.weighing import Rule
@@ -98,8 +98,9 @@ def attend(
     in_blocks = not readable and places.in_blocks(setting) and windows.fits(inputs, call)
     places = places._replace(span=None)
     held, whole = windows.ALL, None
-    if call.state is not None and _keeps_near(inputs, call, want_weights):
-        in_blocks = True
+    whole_text = inputs.position_bias is not None or inputs.own_window is not None
+    _settle_state("window", inputs.masks, call, whole_text or want_weights or call.probe is not None)
+    in_blocks = in_blocks or call.state is not None
     if span.full and (call.state is not None or (in_blocks and inputs.masks.keys > span.window)):
         whole, inputs = windows.parted(inputs, span)
     if call.state is not None:
@@ -117,29 +118,35 @@ def attend(
     return heads, weights
 
 
-def _keeps_near(inputs: Inputs, call: Call, want_weights: bool) -> bool:
-    """True if the cache holds, or can hold, the keys of a window alone. An empty one gives its place up otherwise.
+def _settle_state(name: str, masks: Masks, call: Call, by_key: bool) -> None:
+    """Let an empty state in the cache give its place up to single keys, if this call needs them.
+
+    Args:
+        name: the name of the variant, for errors.
+        masks: the masks of the call.
+        call: the call, whose state is None afterwards if it gave its place up.
+        by_key: True if the call needs all keys one by one, whatever its masks are.
 
     Raises:
-        ValueError: the cache holds no other keys already, and this call needs them.
+        ValueError: the state has absorbed tokens already, and cannot answer this call.
     """
-    masks = inputs.masks
-    whole = want_weights or call.probe is not None or inputs.position_bias is not None or inputs.own_window is not None
-    if whole or masks.given is not None or not (masks.causal or masks.queries == 1):
-        if call.state.give_up():
+    state = call.state
+    if state is None:
+        return
+    if by_key or masks.given is not None or not (masks.causal or masks.queries == 1):
+        if state.give_up():
             call.state = None
-            return False
+            return
         raise ValueError(
-            "window: a cache that holds the keys of a window has no other keys to show or to mask one by one; pass 4-D "
-            "masks, is_causal=False and output_attentions=True from the first token on, or use use_cache=False."
+            f"{name}: a cache of {state.holds} has no other keys to show or to mask one by one; pass 4-D masks, "
+            "is_causal=False and output_attentions=True from the first token on, or use use_cache=False."
         )
-    padded = masks.key_mask is not None or call.state.visible is not None
-    if padded and not masks.once(("remembers", call.state.length), lambda: call.state.remembers(masks.key_mask)):
+    padded = masks.key_mask is not None or state.visible is not None
+    if padded and not masks.once(("remembers", state.length), lambda: state.remembers(masks.key_mask)):
         raise ValueError(
-            "window: the mask hides or shows other earlier tokens than when they went into the cache, which has not "
+            f"{name}: the mask hides or shows other earlier tokens than when they went into the cache, which has not "
             "kept all of them; start a new cache for these tokens, or use use_cache=False."
         )
-    return True
 
 
 def _in_blocks(
@@ -252,46 +259,19 @@ def replaced(variant: Replacement, inputs: Inputs, call: Call, want_weights: boo
     raw = inputs.query / variant.geometry.query_scale if variant.geometry.query_scale != 1 else inputs.query
     inputs = replace(inputs, query=raw, masks=inputs.masks.closed())
     _refuse_bias(variant, inputs)
-    summed = inputs.masks.given is None and (inputs.masks.causal or inputs.query.shape[2] == 1)
-    if call.state is not None and not summed and call.state.give_up():
-        call.state = None
-    if call.state is not None:
-        return _decoded(variant, inputs, call, want_weights), None
+    _settle_state(variant.name, inputs.masks, call, want_weights)
     query, key, value = inputs.query, inputs.repeated(inputs.key), inputs.repeated(inputs.value)
-    if inputs.masks.given is not None or want_weights:
+    key_mask, causal, past = inputs.masks.key_mask, inputs.masks.causal, None
+    if call.state is not None:
+        key_mask, causal, past = None if key_mask is None else key_mask[:, -query.shape[2] :], True, call.state.past()
+    elif inputs.masks.given is not None or want_weights:
         weights = variant.products(query, key, inputs.masks.allowed())
         heads = (weights @ value.to(weights.dtype)).to(value.dtype)
         return heads.transpose(1, 2), weights
-    form = variant.form(Setting.of(inputs, call))
-    heads = variant.linear((query, key, value), inputs.masks.key_mask, inputs.masks.causal, None, form)
+    heads = variant.linear((query, key, value), key_mask, causal, past, variant.form(Setting.of(inputs, call)))
+    if call.state is not None:  # afterwards: the sums may change in place
+        call.state.absorb(inputs.key, inputs.value, key_mask, inputs.masks.key_mask)
     return heads.transpose(1, 2), None
-
-
-def _decoded(variant: Replacement, inputs: Inputs, call: Call, want_weights: bool) -> Tensor:
-    """Heads (B,Q,H,D) of the current tokens, from the state that stands for all earlier tokens.
-
-    Afterwards the state also holds the current tokens.
-    """
-    masks = inputs.masks
-    queries = inputs.query.shape[2]
-    if masks.given is not None or want_weights or not (masks.causal or queries == 1):
-        raise ValueError(
-            f"{variant.name}: a cache that holds a state has no keys to show or to mask one by one; pass 4-D masks, "
-            "is_causal=False and output_attentions=True from the first token on, or use use_cache=False."
-        )
-    key_mask = masks.key_mask
-    if not masks.once(("remembers", call.state.length), lambda: call.state.remembers(key_mask)):
-        raise ValueError(
-            f"{variant.name}: the mask hides or shows other earlier tokens than when they went into the cache, but a "
-            "state of linear attention is a sum, from which no token can be taken; start a new cache for these tokens, "
-            "or use use_cache=False."
-        )
-    real = key_mask[:, -queries:] if key_mask is not None else None
-    key, value = inputs.repeated(inputs.key), inputs.repeated(inputs.value)
-    form = variant.form(Setting.of(inputs, call))
-    heads = variant.linear((inputs.query, key, value), real, True, call.state.past(), form)
-    call.state.absorb(inputs.key, inputs.value, real, key_mask)  # afterwards: the sums may change in place
-    return heads.transpose(1, 2)
 
 
 def _refuse_bias(variant: Variant, inputs: Inputs) -> None:
