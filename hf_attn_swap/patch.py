@@ -273,24 +273,24 @@ def build_swap(
             swap = Swap(classes, fitted, sizes, strength=strength, selection=selection)
     except ValueError as problem:
         raise ValueError(f"{site.path}: {problem}") from None
-    if site.resized is not None and any(swap.at(place) is not None for place in ("read", "write")):
+    if site.resized is not None and not swap.changed.keys().isdisjoint(("read", "write")):
         raise ValueError(
             f"{site.path}: {'+'.join(swap.names)} needs an output like the input, but of {type(site.core).__name__} "
             f"{site.resized}; leave these layers out (modules= or layers=), or use a variant that changes only how "
             "scores become weights."
         )
-    if site.packed is not None and any(swap.at(place) is not None for place in ("scores", "read", "write")):
+    if site.packed is not None and swap.reads_input:
         raise ValueError(
             f"{site.path}: {'+'.join(swap.names)} needs every token's own row, but {type(site.core).__name__} "
             f"cannot give them: {site.packed}; leave these layers out (modules= or layers=), or use a variant that "
             "changes only how scores become weights."
         )
-    if site.biased is not None and swap.places().replacement is not None:
+    if site.biased is not None and swap.replaces:
         raise ValueError(
             f"{site.path}: {type(site.core).__name__} {site.biased}, but {'+'.join(swap.names)} computes no scores, so "
             "this has no place in it; use another variant, or leave these layers out (modules= or layers=)."
         )
-    if site.query_scale is None and swap.places().replacement is not None:
+    if site.query_scale is None and swap.replaces:
         raise ValueError(
             f"{site.path}: {type(site.core).__name__} scales its queries by a factor that hf_attn_swap cannot read, "
             f"but {'+'.join(swap.names)} needs them unscaled; use another variant, or leave these layers out "

@@ -15,8 +15,8 @@ LOGGER = logging.getLogger("hf_attn_swap")
 OLDEST_TRANSFORMERS = "5.10.1"
 NEWEST_TRANSFORMERS = "5.24.0"
 TESTED_PYTHONS = ("3.10", "3.12", "3.13")
-# The newest tested version of each package that `doctor` shows; None for a package that was tested by a stand-in.
-TESTED: dict[str, str | None] = {
+# The newest tested version of each package that `doctor` shows.
+TESTED = {
     "transformers": NEWEST_TRANSFORMERS,
     "torch": "2.13.0",
     "huggingface-hub": "2.4.0",
@@ -30,7 +30,6 @@ TESTED: dict[str, str | None] = {
     "lm-eval": "0.4.13",
     "compressed-tensors": "0.20.0",
     "bitsandbytes": "0.50.2",
-    "flash-linear-attention": None,
 }
 
 

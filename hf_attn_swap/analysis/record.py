@@ -166,7 +166,7 @@ class _Recorder:
                 return
             real = self._real(call.x)
             entropy = metrics.attention_entropy(weights)
-            if swap.places().replacement is not None:
+            if swap.replaces:
                 # The weights of linear attention are products and not probabilities.
                 entropy = torch.full_like(entropy, float("nan"))
             layer.entropy.add(entropy.transpose(1, 2)[real])

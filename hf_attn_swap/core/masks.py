@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,7 @@ from torch.autograd import forward_ad
 HIDING = -10_000.0  # a number that hides a key: softmax gives exp(-10000) = 0
 
 
-@dataclass(frozen=True)
-class Made:
+class Made(NamedTuple):
     """One form of a mask, and what the form was made from.
 
     Attributes:
@@ -37,9 +36,9 @@ class Made:
     value: Any
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Masks:
-    """What each query of a call may see.
+    """What each query of a call may see. Nothing changes an object of this class; a frozen one takes longer to make.
 
     Attributes:
         queries, keys: the numbers of queries and keys, Q and K.

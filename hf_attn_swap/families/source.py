@@ -12,7 +12,7 @@ import ast
 import inspect
 import operator
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -79,13 +79,7 @@ def is_core(cls: Any) -> bool:
 @_once_per_forward
 def interface_calls(cls: Any) -> tuple[InterfaceCall, ...]:
     """Every call of the attention function in the forward of this class. Empty if the class has no Python source."""
-    forward = _function(cls)
-    if forward is None:
-        return ()
-    interfaces = _interfaces(cls)
-    names = {name for node in ast.walk(forward) for name in _bound_to(node, interfaces)}
-    calls = [node for node in ast.walk(forward) if isinstance(node, ast.Call) and _name(node.func) in names]
-    return tuple(_described(call, forward) for call in calls)
+    return tuple(_described(call, cls) for call in _asking(cls))
 
 
 def arguments(cls: Any) -> list[str]:
@@ -105,21 +99,14 @@ def unknown_keywords(cls: Any) -> tuple[str, ...]:
 @_once_per_forward
 def asks_again(cls: Any) -> bool:
     """True if the forward of this class asks for the attention function several times in every call."""
-    forward = _function(cls)
-    if forward is None:
-        return False
-    interfaces = _interfaces(cls)
-    names = {name for node in ast.walk(forward) for name in _bound_to(node, interfaces)}
-    always = [node for statement in forward.body if not isinstance(statement, ast.If) for node in ast.walk(statement)]
-    return sum(isinstance(node, ast.Call) and _name(node.func) in names for node in always) > 1
+    always = _always(cls)
+    return sum(id(call) in always for call in _asking(cls)) > 1
 
 
 @_once_per_forward
 def mentions(cls: Any, path: str) -> bool:
     """True if the forward of this class reaches for `self.<path>`."""
-    forward = _function(cls)
-    nodes = ast.walk(forward) if forward is not None else ()
-    return any(isinstance(node, ast.Attribute) and ast.unparse(node) == f"self.{path}" for node in nodes)
+    return f"self.{path}" in map(ast.unparse, _nodes(cls, ast.Attribute))
 
 
 @_once_per_forward
@@ -128,8 +115,7 @@ def names_implementation(cls: Any) -> bool:
 
     Under another name, such a module chooses keys by arguments that SDPA does not know (sparse attention).
     """
-    forward = _function(cls)
-    return forward is not None and any(_is_for_sdpa(node) for node in ast.walk(forward))
+    return any(map(_is_for_sdpa, _nodes(cls, ast.Compare)))
 
 
 @_once_per_forward
@@ -143,7 +129,7 @@ def slices_unmasked(cls: Any) -> bool:
         nodes = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls))))
     except (OSError, TypeError):  # no Python source
         return False
-    return any(_is_for_sdpa(node) for node in nodes)
+    return any(map(_is_for_sdpa, nodes))
 
 
 def _is_for_sdpa(node: ast.AST) -> bool:
@@ -161,35 +147,34 @@ def borrows_unless(cls: Any) -> tuple[str, bool] | None:
 
     A layer that does not takes the keys and values of another layer. None if no attribute decides this.
     """
-    forward = _function(cls)
-    for node in ast.walk(forward) if forward is not None else ():
-        if not isinstance(node, ast.If):
-            continue
+    for node in _nodes(cls, ast.If):
         for branch, wanted in ((node.body, True), (node.orelse, False)):
-            if not any(_updates(node) for statement in branch for node in ast.walk(statement)):
+            if not _updates(part for statement in branch for part in ast.walk(statement)):
                 continue
             for part in node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]:
                 denied = isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not)
                 named = part.operand if denied else part  # type: ignore[attr-defined]  # of a UnaryOp
-                if isinstance(named, ast.Attribute) and _name(named.value) == "self":
-                    return named.attr, wanted is not denied
+                if (attribute := _own(named)) is not None:
+                    return attribute, wanted is not denied
     return None
 
 
-def _updates(node: ast.AST) -> bool:
-    """True for a call of a method `update`, by which a cache takes keys and values."""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "update"
+def _updates(nodes: Iterable[ast.AST]) -> list[ast.Call]:
+    """The calls of a method `update` among these nodes, by which a cache takes keys and values."""
+    calls = (node for node in nodes if isinstance(node, ast.Call))
+    return [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "update"]
 
 
 @_once_per_forward
 def mixes_mask(cls: Any) -> bool:
     """True if the forward of this class computes numbers that it adds to the scores by way of the mask."""
-    forward = _function(cls)
-    masks = {call.given_mask for call in interface_calls(cls)} - {None}
-    if forward is None:
-        return False
-    values = [value for mask in masks for value in _assigned(str(mask), forward)]
+    values = [value for mask in _masks(cls) for value in _assigned(mask, cls)]
     return any(_is_sum(part) for value in values for part in ast.walk(value))
+
+
+def _masks(cls: Any) -> set[str]:
+    """The expressions that the forward of this class gives to the attention function as its mask."""
+    return {call.given_mask for call in interface_calls(cls) if call.given_mask is not None}
 
 
 def _is_sum(node: ast.AST) -> bool:
@@ -202,33 +187,19 @@ def _is_sum(node: ast.AST) -> bool:
 @_once_per_forward
 def reads_mask(cls: Any) -> bool:
     """True if the forward of this class looks into its mask, and does not only hand it on."""
-    forward = _function(cls)
-    masks = {call.given_mask for call in interface_calls(cls)} - {None}
-    if forward is None or not masks:
-        return False
-    own = {argument.arg for argument in forward.args.args}
-    names = {name for mask in masks for name in _origins(ast.parse(str(mask), mode="eval").body, forward, set())}
-    if not names <= own or any(_assigned_by_code(str(mask), forward) for mask in masks):
+    masks, plain = _masks(cls), (ast.Name, ast.IfExp, ast.Constant)  # another name, or a choice of names
+    names = {name for mask in masks for name in _origins(ast.parse(mask, mode="eval").body, cls)}
+    if any(not isinstance(value, plain) for mask in masks for value in _assigned(mask, cls)):
         return True
-    return any(
-        isinstance(node, (ast.Subscript, ast.Attribute)) and _name(node.value) in names for node in ast.walk(forward)
-    )
-
-
-def _assigned_by_code(name: str, forward: ast.FunctionDef) -> bool:
-    """True if a name holds something else than another name or a choice of names."""
-    plain = (ast.Name, ast.IfExp, ast.Constant)
-    return any(not isinstance(value, plain) for value in _assigned(name, forward))
+    return any(_name(node.value) in names for node in _nodes(cls, (ast.Subscript, ast.Attribute)))
 
 
 @_once_per_forward
 def moves_windows(cls: Any) -> bool:
     """True if the forward of this class, a block, cuts its tokens into windows before the attention."""
-    forward = _function(cls)
-    calls = [ast.unparse(node) for node in ast.walk(forward) if isinstance(node, ast.Call)] if forward else []
-    called_for = [call.partition("(")[0] for call in calls]
-    cut = [call for call in calls if ".reshape(" in call or ".view(" in call]
-    return any("window" in call for call in (*called_for, *cut))
+    calls = map(ast.unparse, _nodes(cls, ast.Call))
+    cuts = (call if ".reshape(" in call or ".view(" in call else call.partition("(")[0] for call in calls)
+    return any("window" in call for call in cuts)
 
 
 @_once_per_forward
@@ -240,22 +211,22 @@ def hands_keywords_on(cls: Any, child: str, index: int | None = None) -> bool | 
         child: the name of a submodule, or of a list of modules.
         index: which module of the list; None for a submodule.
     """
-    forward = _function(cls)
-    if forward is None:
-        return None
     names = {f"self.{child}"}
-    for node in [*ast.walk(forward), *ast.walk(forward)]:  # twice: a name may be bound before what it is bound to
+    for node in [*_nodes(cls), *_nodes(cls)]:  # twice: a name may be bound before what it is bound to
         if isinstance(node, (ast.For, ast.comprehension)) and any(name in ast.unparse(node.iter) for name in names):
             names |= {target.id for target in ast.walk(node.target) if isinstance(target, ast.Name)}
         elif isinstance(node, ast.Assign) and ast.unparse(node.value).split("[")[0] in names:
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    calls = [node for node in ast.walk(forward) if isinstance(node, ast.Call) and _calls_one(node, names, index)]
-    if not calls:
-        return None
-    kwargs = forward.args.kwarg
-    return kwargs is not None and any(
-        keyword.arg is None and _name(keyword.value) == kwargs.arg for call in calls for keyword in call.keywords
-    )
+    calls = [call for call in _nodes(cls, ast.Call) if _calls_one(call, names, index)]
+    return any(_passes_on(call, cls) for call in calls) if calls else None
+
+
+def _passes_on(call: ast.Call, cls: Any) -> bool:
+    """True if a call in the forward of this class is given the forward's own `**kwargs`."""
+    forward = _function(cls)
+    kwargs = None if forward is None else forward.args.kwarg
+    given = [keyword.value for keyword in call.keywords if keyword.arg is None]
+    return kwargs is not None and any(_name(value) == kwargs.arg for value in given)
 
 
 def _calls_one(call: ast.Call, names: set[str], index: int | None) -> bool:
@@ -272,20 +243,14 @@ def cache_index(cls: Any) -> str | None:
 
     `cache.update(key, value, self.layer_idx)` has the attribute `layer_idx`, whatever the cache is called.
     """
-    forward = _function(cls)
-    for node in ast.walk(forward) if forward is not None else ():
-        if _updates(node):
-            index = node.args[2] if len(node.args) > 2 else None  # type: ignore[attr-defined]  # a call
-            if isinstance(index, ast.Attribute) and _name(index.value) == "self":
-                return index.attr
-    return None
+    given = (_own(call.args[2]) for call in _updates(_nodes(cls)) if len(call.args) > 2)
+    return next((attribute for attribute in given if attribute is not None), None)
 
 
 @_once_per_forward
 def updates_cache(cls: Any) -> bool:
     """True if the forward of this class gives keys and values to a cache."""
-    forward = _function(cls)
-    return forward is not None and any(_updates(node) for node in ast.walk(forward))
+    return bool(_updates(_nodes(cls)))
 
 
 @_once_per_forward
@@ -301,68 +266,46 @@ def other_states(cls: Any, key: str | None) -> tuple[str, ...]:
 @_once_per_forward
 def projected(cls: Any, path: str | None) -> tuple[str, ...]:
     """The arguments of the forward whose tensors it gives to `self.<path>`; empty if the source does not show them."""
-    forward = _function(cls)
-    if forward is None or path is None:
-        return ()
-    names: set[str] = set()
-    for node in ast.walk(forward):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{path}" and node.args:
-            names |= _origins(node.args[0], forward, set())
-    return tuple(argument.arg for argument in forward.args.args[1:] if argument.arg in names)
+    names = {name for call in _calls(cls, path) if call.args for name in _origins(call.args[0], cls)}
+    return tuple(name for name in _parameters(cls)[1:] if name in names)
 
 
 @_once_per_forward
 def called(cls: Any) -> frozenset[str]:
     """The submodules that the forward of this class calls: X of each `self.X(...)`."""
-    forward = _function(cls)
-    calls = [node.func for node in ast.walk(forward) if isinstance(node, ast.Call)] if forward is not None else []
-    return frozenset(
-        function.attr for function in calls if isinstance(function, ast.Attribute) and _name(function.value) == "self"
-    )
+    return _submodules(_nodes(cls))
 
 
 @_once_per_forward
 def handed_on(cls: Any, child: str) -> tuple[tuple[str, str], ...]:
     """By which name the forward of this class gives each of its own arguments to `self.<child>`: (own, child's)."""
-    forward = _function(cls)
-    own = {argument.arg for argument in forward.args.args} if forward is not None else set()
-    pairs = []
-    for node in ast.walk(forward) if forward is not None else ():
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{child}":
-            given = [(_name(keyword.value), keyword.arg) for keyword in node.keywords]
-            pairs += [(name, other) for name, other in given if name in own and other is not None]
-    return tuple((str(name), other) for name, other in pairs)
+    own, keywords = _parameters(cls), [keyword for call in _calls(cls, child) for keyword in call.keywords]
+    given = [(_name(keyword.value), keyword.arg) for keyword in keywords]
+    return tuple((str(name), other) for name, other in given if name in own and other is not None)
 
 
 @_once_per_forward
 def returns_tuple(cls: Any) -> bool:
     """True if the forward of this class returns a tuple; False if it returns one tensor."""
-    forward = _function(cls)
-    values = [node.value for node in ast.walk(forward) if isinstance(node, ast.Return)] if forward is not None else []
-    assigned = [node for value in values for node in (value, *_assigned(_name(value) or "", forward))]  # type: ignore[arg-type]  # there is a forward if it has values
+    values = [node.value for node in _nodes(cls, ast.Return)]
+    assigned = [node for value in values for node in (value, *_assigned(_name(value) or "", cls))]
     return any(isinstance(side, ast.Tuple) for node in assigned for side in (node, getattr(node, "left", None)))
 
 
 @_once_per_forward
 def passed_through(cls: Any, path: str | None) -> frozenset[str]:
     """The submodules that a tensor passes before the forward of this class gives it to `self.<path>`."""
-    forward = _function(cls)
-    if forward is None or path is None:
-        return frozenset()
-    given = [
-        node.args[0]
-        for node in ast.walk(forward)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{path}" and node.args
-    ]
-    values = [*given, *(value for node in given for value in _assigned(_name(node) or "", forward))]
-    calls = [node.func for value in values for node in ast.walk(value) if isinstance(node, ast.Call)]
-    names = {
-        function.attr for function in calls if isinstance(function, ast.Attribute) and _name(function.value) == "self"
-    }
-    return frozenset(names - {path})
+    given = [call.args[0] for call in _calls(cls, path) if call.args]
+    values = [*given, *(value for node in given for value in _assigned(_name(node) or "", cls))]
+    return _submodules(part for value in values for part in ast.walk(value)) - {path}
 
 
-def _origins(node: ast.AST, forward: ast.FunctionDef, seen: set[str]) -> set[str]:
+def _submodules(nodes: Iterable[ast.AST]) -> frozenset[str]:
+    """X of each call `self.X(...)` among these nodes."""
+    return frozenset(filter(None, (_own(node.func) for node in nodes if isinstance(node, ast.Call))))
+
+
+def _origins(node: ast.AST, cls: Any, seen: frozenset[str] = frozenset()) -> set[str]:
     """The arguments of the forward that a tensor comes from, through names, choices, methods and sums.
 
     Of a sum, only the first term counts: the second is what positions or a norm add.
@@ -370,22 +313,21 @@ def _origins(node: ast.AST, forward: ast.FunctionDef, seen: set[str]) -> set[str
     if isinstance(node, ast.Name):
         if node.id in seen:
             return set()
-        seen = seen | {node.id}
-        given = {node.id} if node.id in {argument.arg for argument in forward.args.args} else set()
-        return given.union(*(_origins(value, forward, seen) for value in _assigned(node.id, forward)))
-    if isinstance(node, ast.IfExp):
-        return _origins(node.body, forward, seen) | _origins(node.orelse, forward, seen)
-    if isinstance(node, ast.BoolOp):
-        return set[str]().union(*(_origins(value, forward, seen) for value in node.values))
-    if isinstance(node, ast.BinOp):
-        return _origins(node.left, forward, seen)
-    if isinstance(node, ast.Call):
-        own = isinstance(node.func, ast.Attribute) and _name(node.func.value) != "self"
-        start = node.func.value if own else node.args[0] if node.args else None  # type: ignore[attr-defined]  # has one
-        return set() if start is None else _origins(start, forward, seen)
-    if isinstance(node, ast.Subscript):
-        return _origins(node.value, forward, seen)
-    return set()
+        given = {node.id}.intersection(_parameters(cls))
+        return given.union(*(_origins(value, cls, seen | {node.id}) for value in _assigned(node.id, cls)))
+    parts: list[ast.expr] = []
+    match node:
+        case ast.IfExp(body=one, orelse=other):
+            parts = [one, other]
+        case ast.BoolOp(values=values):
+            parts = values
+        case ast.BinOp(left=part) | ast.Subscript(value=part):
+            parts = [part]
+        case ast.Call(func=ast.Attribute(value=part)) if _name(part) != "self":
+            parts = [part]
+        case ast.Call(args=arguments_given):
+            parts = arguments_given[:1]
+    return set[str]().union(*(_origins(part, cls, seen) for part in parts))
 
 
 @_once_per_forward
@@ -399,17 +341,13 @@ def scales(cls: Any, projections: tuple[str | None, ...]) -> tuple[ast.AST | Non
         cls: the class of an attention module.
         projections: the paths from the module to the projections of its queries and keys.
     """
-    forward = _function(cls)
     factors: dict[int, ast.AST | None] = {}  # by the node: queries and keys pass some nodes together
-    if forward is None:
-        return ()
-    always = {id(node) for step in forward.body if not isinstance(step, ast.If) for node in ast.walk(step)}
-    seen: set[str] = set()
+    always, seen = _always(cls), set[str]()
 
     def follow(node: ast.AST) -> None:
         if isinstance(node, ast.Name) and node.id not in seen:
             seen.add(node.id)
-            for value in _values(node.id, forward):
+            for value in _values(node.id, cls):
                 follow(value)
         elif isinstance(node, ast.IfExp):
             follow(node.body)
@@ -433,8 +371,9 @@ def scales(cls: Any, projections: tuple[str | None, ...]) -> tuple[ast.AST | Non
                 for given in node.args[:2]:  # a rotary embedding takes queries and keys, then its angles
                     follow(given)
 
-    for node in _given_tensors(cls, forward):
-        follow(node)
+    for call in _asking(cls):
+        for node in (*call.args[1:3], *(part.value for part in call.keywords if part.arg in ("query", "key"))):
+            follow(node)
     return tuple(factors.values())
 
 
@@ -462,18 +401,9 @@ def _is_number(node: ast.AST) -> bool:
     return all(isinstance(part, known) and (not isinstance(part, ast.Name) or part.id == "self") for part in parts)
 
 
-def _given_tensors(cls: Any, forward: ast.FunctionDef) -> Iterator[ast.AST]:
-    """What the forward of this class gives to the attention function as its queries and keys."""
-    names = {name for node in ast.walk(forward) for name in _bound_to(node, _interfaces(cls))}
-    for call in ast.walk(forward):
-        if isinstance(call, ast.Call) and _name(call.func) in names:
-            yield from call.args[1:3]
-            yield from (keyword.value for keyword in call.keywords if keyword.arg in ("query", "key"))
-
-
-def _values(name: str, forward: ast.FunctionDef) -> Iterator[ast.AST]:
+def _values(name: str, cls: Any) -> Iterator[ast.AST]:
     """As `_assigned`, with what the name is assigned together with other names, and by an operator."""
-    for node in ast.walk(forward):
+    for node in _nodes(cls):
         if isinstance(node, ast.Assign) and any(
             _name(part) == name for target in node.targets for part in getattr(target, "elts", [target])
         ):
@@ -482,13 +412,12 @@ def _values(name: str, forward: ast.FunctionDef) -> Iterator[ast.AST]:
             yield ast.copy_location(ast.BinOp(ast.Name(name), node.op, node.value), node)
 
 
-def _assigned(name: str, forward: ast.FunctionDef) -> Iterator[ast.AST]:
-    """Every expression that the forward assigns to this name alone."""
-    for node in ast.walk(forward):
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
-        if value is not None and any(_name(target) == name for target in targets):
-            yield value
+def _assigned(name: str, cls: Any) -> Iterator[ast.AST]:
+    """Every expression that the forward of this class assigns to this name alone."""
+    for node in _nodes(cls, (ast.Assign, ast.AnnAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if node.value is not None and name in map(_name, targets):
+            yield node.value
 
 
 @cache
@@ -518,18 +447,12 @@ def given_other_states(parent: Any, child: str, core: Any, others: tuple[str, ..
         Whether such an argument is given; and whether what is given is surely there: an argument that the parent only
         passes on may be None. None means that the forward never calls the child.
     """
-    forward = _function(parent)
-    if forward is None:
-        return None
-    calls = [
-        node for node in ast.walk(forward) if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{child}"
-    ]
+    calls, own = _calls(parent, child), _parameters(parent)[1:]
     if not calls:
         return None
-    own = [argument.arg for argument in forward.args.args[1:]]
-    given = [value for call in calls for value in _states_given(call, core, others)]
-    given = [value for value in given if _name(value) is None or _name(value) != next(iter(own), None)]
-    return bool(given), any(_name(value) not in own for value in given)
+    names = [_name(value) for call in calls for value in _states_given(call, core, others)]
+    names = [name for name in names if name is None or name not in own[:1]]
+    return bool(names), any(name not in own for name in names)
 
 
 def _states_given(call: ast.Call, core: Any, others: tuple[str, ...]) -> Iterator[ast.AST]:
@@ -546,20 +469,11 @@ def learned_input(cls: Any, child: str) -> str | None:
 
     Such a module feeds its own parameter, and not a tensor of the caller, into the projection.
     """
-    forward = _function(cls)
-    if forward is None:
-        return None
-    bound = {
-        node.targets[0].id: node.value
-        for node in ast.walk(forward)
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
-    for node in ast.walk(forward):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{child}" and node.args:
-            name = _name(node.args[0])
-            words = ast.unparse(bound.get(name or "", node.args[0])).split(".")
-            if words[0] == "self" and len(words) > 1:
-                return words[1]
+    bound = {_name(node.targets[0]): node.value for node in _nodes(cls, ast.Assign)}
+    for given in (call.args[0] for call in _calls(cls, child) if call.args):
+        words = ast.unparse(bound.get(_name(given) or "", given)).split(".")
+        if words[0] == "self" and len(words) > 1:
+            return words[1]
     return None
 
 
@@ -572,14 +486,56 @@ def _interfaces(cls: Any) -> frozenset[str]:
     return frozenset(name for name in used if isinstance(names.get(name), AttentionInterface))
 
 
+def _asking(cls: Any) -> list[ast.Call]:
+    """The calls of the attention function in the forward of this class."""
+    interfaces = _interfaces(cls)
+    names = {name for node in _nodes(cls) for name in _bound_to(node, interfaces)}
+    return [call for call in _nodes(cls, ast.Call) if _name(call.func) in names]
+
+
+def _calls(cls: Any, path: str | None) -> list[ast.Call]:
+    """The calls of `self.<path>` in the forward of this class; none if the path is None."""
+    return [call for call in _nodes(cls, ast.Call) if ast.unparse(call.func) == f"self.{path}"]
+
+
+def _always(cls: Any) -> set[int]:
+    """The nodes in the forward of this class that run in every call, by their id."""
+    forward = _function(cls)
+    steps = [] if forward is None else forward.body
+    return {id(node) for step in steps if not isinstance(step, ast.If) for node in ast.walk(step)}
+
+
+def _parameters(cls: Any) -> list[str]:
+    """The names of the positional arguments in the source of this class's forward, with `self`."""
+    forward = _function(cls)
+    return [] if forward is None else [argument.arg for argument in forward.args.args]
+
+
+def _nodes(cls: Any, kinds: Any = ast.AST) -> list[Any]:
+    """The nodes of these kinds in the forward of this class; none if the class has no Python source."""
+    return [node for node in _walked(getattr(cls, "forward", None)) if isinstance(node, kinds)]
+
+
+@cache
+def _walked(function: Any) -> tuple[ast.AST, ...]:
+    """The nodes of a function."""
+    parsed = _parsed(function)
+    return () if parsed is None else tuple(ast.walk(parsed))
+
+
 def _function(cls: Any, method: str = "forward") -> ast.FunctionDef | None:
     """The parsed forward of a class, or another method; None if the class has no Python source of it."""
+    return _parsed(getattr(cls, method, None))
+
+
+@cache
+def _parsed(function: Any) -> ast.FunctionDef | None:
     try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(cls, method))))
-    except (OSError, TypeError, AttributeError):  # no Python source: built in, compiled, or no forward at all
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
+    except (OSError, TypeError):  # no Python source: built in, compiled, or no forward at all
         return None
-    function = ast.parse(source).body[0]
-    return function if isinstance(function, ast.FunctionDef) else None
+    parsed = ast.parse(source).body[0]
+    return parsed if isinstance(parsed, ast.FunctionDef) else None
 
 
 def _bound_to(node: ast.AST, interfaces: frozenset[str]) -> list[str]:
@@ -594,20 +550,22 @@ def _bound_to(node: ast.AST, interfaces: frozenset[str]) -> list[str]:
     return [target.id for target in targets if asked and isinstance(target, ast.Name)]
 
 
-def _described(call: ast.Call, forward: ast.FunctionDef) -> InterfaceCall:
-    """The facts about one call of the attention function."""
+def _described(call: ast.Call, cls: Any) -> InterfaceCall:
+    """The facts about one call of the attention function in the forward of this class."""
     keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg is not None}
-    kwargs = forward.args.kwarg
-    passes_on = any(
-        keyword.arg is None and kwargs is not None and _name(keyword.value) == kwargs.arg for keyword in call.keywords
-    )
     given = keywords.get("attention_mask", ast.unparse(call.args[4]) if len(call.args) > 4 else None)
-    parameters = {argument.arg for argument in forward.args.args}
-    uses = [node for node in ast.walk(forward) if _name(node) == given]
-    mask = given if given in parameters and len(uses) == 1 else None
+    uses = [node for node in _nodes(cls, ast.Name) if node.id == given]
     return InterfaceCall(
-        keywords=keywords, passes_on=passes_on, mask=mask, given_mask=None if given == "None" else given
+        keywords=keywords,
+        passes_on=_passes_on(call, cls),
+        mask=given if given in _parameters(cls) and len(uses) == 1 else None,
+        given_mask=None if given == "None" else given,
     )
+
+
+def _own(node: ast.AST | None) -> str | None:
+    """X of an expression `self.X`; None for any other expression."""
+    return node.attr if isinstance(node, ast.Attribute) and _name(node.value) == "self" else None
 
 
 def _name(node: ast.AST | None) -> str | None:

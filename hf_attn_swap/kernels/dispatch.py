@@ -7,15 +7,15 @@ runs. All forms of one computation give equal results; they differ in speed and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
 from ..core.call import Call, Inputs
 from ..core.masks import compiling, recorded, transformed
 from ..functional.linear import CHUNK, under_autocast
-from . import linear, linear_fla, softmax_n
+from .stock_softmax import kernels
 from .weighing import Rule
 
 LONG = 4096  # from this number of tokens on, H is not held as a tensor; for 12 heads, H would take 800 MB per layer
@@ -36,13 +36,11 @@ class Form(Enum):
     TERMS = "H as a sum of products, a block of queries at a time"
     PRODUCTS = "reordered products"
     BLOCKS = "reordered products, in blocks by a CPU operator when causal"
-    FLA = "reordered products, by a kernel of flash-linear-attention when causal"
     WEIGHTED = "weights, a block of queries at a time"
     REFERENCE = "reference"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(NamedTuple):
     """The facts that decide about a form.
 
     Attributes:
@@ -53,7 +51,6 @@ class Setting:
         compiling: True under a compiler, which plans memory by itself, and under `torch.jit.trace`.
         recorded: True while a program is recorded for later, without this package: exported, traced or captured.
         transformed: True inside a transform of `torch.func`, such as `grad` or `vmap`, and in forward mode.
-        autocast: True under autocast.
         uniform: True if all layers of the model have the same masks.
         causal: True if the order is causal, without another mask; None if this is not known yet, as in `describe`.
         tokens: the numbers of queries and keys (Q, K); None if they are not known yet, as in `describe`.
@@ -66,7 +63,6 @@ class Setting:
     compiling: bool = False
     recorded: bool = False
     transformed: bool = False
-    autocast: bool = False
     uniform: bool = True
     causal: bool | None = None
     tokens: tuple[int, int] | None = None
@@ -74,19 +70,19 @@ class Setting:
     @classmethod
     def of(cls, inputs: Inputs, call: Call) -> Setting:
         """The facts of one call."""
-        device = inputs.query.device.type
+        query, key, value = inputs.query, inputs.key, inputs.value
+        device, program = query.device.type, compiling()
         return cls(
             device=device,
-            dtypes=(inputs.query.dtype, inputs.key.dtype, inputs.value.dtype),
-            between=call.between,
+            dtypes=(query.dtype, key.dtype, value.dtype),
+            between=isinstance(call.exact_strength, torch.Tensor),
             dropout=inputs.dropout > 0,
-            compiling=compiling(),
-            recorded=recorded(),
-            transformed=transformed(*inputs.three),
-            autocast=under_autocast(device),
+            compiling=program,
+            recorded=(program or device != "cpu") and recorded(),  # a CUDA graph records no work of a CPU
+            transformed=transformed(query, key, value),
             uniform=call.uniform,
             causal=inputs.masks.causal or call.state is not None,  # a state stands for earlier tokens
-            tokens=(inputs.query.shape[2], inputs.key.shape[2]),
+            tokens=(query.shape[2], key.shape[2]),
         )
 
     @property
@@ -101,7 +97,7 @@ def softmax_n_form(setting: Setting) -> Form:
         return Form.ZERO_KEY
     if setting.recorded and setting.device != "cpu":  # the padding for CUDA would be that of this length
         return Form.ZERO_KEY
-    if softmax_n.available(setting.device, setting.dtypes[0], setting.dropout):
+    if kernels(setting.device, setting.dtypes[0], setting.dropout):
         return Form.RESCALED
     return Form.ZERO_KEY
 
@@ -122,7 +118,7 @@ def carried_form(setting: Setting, *, low: bool = False) -> Form:
         return Form.REFERENCE
     if setting.tokens is not None and setting.tokens[0] * setting.tokens[1] >= (MIDDLE if low else LONG) ** 2:
         return Form.TERMS
-    if setting.autocast or not setting.uniform or not setting.one_dtype:
+    if under_autocast(setting.device) or not setting.uniform or not setting.one_dtype:
         return Form.REFERENCE
     return Form.IN_PLACE
 
@@ -141,13 +137,8 @@ def windows_form(setting: Setting) -> bool:
 
 
 def linear_form(setting: Setting) -> Form:
-    """The form of linear attention: reordered products, or a kernel for long sequences in causal order."""
-    if setting.recorded or setting.transformed or setting.causal is False or not setting.one_dtype:
+    """The form of linear attention: reordered products, or a CPU operator for long sequences in causal order."""
+    short = setting.tokens is not None and setting.tokens[0] <= CHUNK  # a single chunk has no running sum
+    if setting.recorded or setting.transformed or setting.causal is False or short:
         return Form.PRODUCTS
-    if setting.tokens is not None and setting.tokens[0] <= CHUNK:  # a single chunk has no running sum
-        return Form.PRODUCTS
-    if linear.available(setting.device):
-        return Form.BLOCKS
-    if not setting.compiling and linear_fla.available(setting.device, setting.dtypes[0]):
-        return Form.FLA
-    return Form.PRODUCTS
+    return Form.BLOCKS if setting.device == "cpu" and setting.one_dtype else Form.PRODUCTS

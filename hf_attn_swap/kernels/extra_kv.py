@@ -51,13 +51,10 @@ class ExtraKV:
         else:
             key = self.key.to(wide) * inputs.scaling
             with without_autocast(query.device):  # the heads of a group are rows of one product
-                scores = query.to(wide).reshape(batch, key.shape[0], -1, width) @ key.mT
+                query = query if query.dtype == wide else query.to(wide)
+                scores = query.reshape(batch, key.shape[0], -1, width) @ key.mT
             scores = scores.view(batch, heads, queries, -1)
         return scores if self.share is None else scores + self.share.to(wide).log()
-
-    def values(self, inputs: Inputs) -> Tensor | None:
-        """The values of the pairs (G,N,D), in the dtype of the values of the text."""
-        return None if self.value is None else self.value.to(inputs.value.dtype)
 
     def before(self, inputs: Inputs) -> Inputs:
         """The same inputs with the pairs in front of the keys of the text.

@@ -84,18 +84,8 @@ def attend(
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        decay: Any,
-        weight: Any,
-        blocked: Any,
-        fresh: Any,
-        dropout: Any,
-    ) -> Any:
+    def forward(ctx: Any, *given: Any) -> Any:
+        hidden, query, key, value, decay, weight, blocked, fresh, dropout = given
         moved = advance(hidden, query, key, decay, weight, blocked, fresh)
         if hidden is not None and not fresh:
             ctx.mark_dirty(hidden)

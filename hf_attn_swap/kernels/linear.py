@@ -37,11 +37,6 @@ BLOCK = 64  # the number of tokens in a block
 SPAN = 16  # the number of blocks between two sums that the forward pass keeps
 
 
-def available(device: str) -> bool:
-    """True if the operator runs on this type of device."""
-    return device == "cpu"
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, length: str, past: Past | None) -> Tensor:
     """Compute `functional.simple_attention` in causal order, by the operator of this file: `Form.BLOCKS`.
 

@@ -26,11 +26,6 @@ from .double_backward import refuse_double_backward
 from .stock_softmax import Kernel, KernelOutput, SdpaArgs, kernels
 
 
-def available(device: str, dtype: torch.dtype, dropout: bool) -> bool:
-    """True if this version of PyTorch has a kernel for tensors of this dtype on this type of device."""
-    return bool(kernels(device, dtype, dropout))
-
-
 class Further(NamedTuple):
     """Pairs that every query sees: scores (B,H,Q,N) in fp32 at least; values (G,N,D), or None for zeros."""
 
@@ -72,7 +67,9 @@ def softmax_n_attention(
     for kernel in kernels(query.device.type, query.dtype, dropout > 0):
         qkv, ready_mask = kernel.prepared((query, key, value), mask)
         if kernel.takes(qkv, ready_mask, args):
-            padded = None if further is None else _as_wide(further, qkv[0].shape[3])
+            padded = further
+            if further is not None and qkv[0].shape[3] > query.shape[3]:
+                padded = _as_wide(further, qkv[0].shape[3])
             arguments = (ready_mask, kernel, _log(n, query), args)
             if torch.is_grad_enabled():
                 heads: Tensor = _SoftmaxN.apply(*qkv, *(padded or (None, None)), *arguments)  # type: ignore[no-untyped-call]  # torch's
@@ -88,19 +85,14 @@ def _plain(qkv: Three, mask: Tensor | None) -> bool:
     The kernels need rows that are contiguous in memory, equal widths of query, key and value, one dtype, and a mask
     without a gradient.
     """
-    if torch.compiler.is_compiling():  # the checks below would break the graph
-        return False
     if mask is not None and (mask.requires_grad or mask.dim() != 4):
         return False
     query = qkv[0]
-    return all(
-        tensor.device == query.device
-        and tensor.dtype == query.dtype
-        and tensor.shape[3] == query.shape[3]
-        and tensor.stride(-1) == 1
-        and tensor.numel() > 0
-        for tensor in qkv
-    )
+    for tensor in qkv:
+        alike = tensor.device == query.device and tensor.dtype == query.dtype and tensor.shape[3] == query.shape[3]
+        if not alike or tensor.stride(-1) != 1 or tensor.numel() == 0:
+            return False
+    return True
 
 
 def _log(n: float | Tensor, query: Tensor) -> float | Tensor:
@@ -113,9 +105,7 @@ def _log(n: float | Tensor, query: Tensor) -> float | Tensor:
 def _as_wide(further: Further, width: int) -> Further:
     """The same pairs with values as wide as the kernel's, which are filled up with zeros."""
     values = further.values
-    if values is None or values.shape[2] == width:
-        return further
-    return Further(further.scores, F.pad(values, (0, width - values.shape[2])))
+    return Further(further.scores, None if values is None else F.pad(values, (0, width - values.shape[2])))
 
 
 def _scaled(
@@ -129,11 +119,12 @@ def _scaled(
     """The heads, the log-sum-exp of the keys, and what else the kernel's backward pass needs."""
     heads, lse, kept = kernel.forward(qkv, mask, args)
     queries = qkv[0].shape[2]
+    lse_of_text = (lse if lse.shape[2] == queries else lse[:, :, :queries]).unsqueeze(-1)
     if further is None:
-        heads.mul_(torch.sigmoid(lse[:, :, :queries] - log_n).unsqueeze(-1))  # exp(lse - lse')
+        above = lse_of_text if isinstance(log_n, float) and log_n == 0 else lse_of_text - log_n
+        heads.mul_(torch.sigmoid(above))  # exp(lse - lse')
         return heads, lse, kept
     scores, values = further
-    lse_of_text = lse[:, :, :queries].unsqueeze(-1)
     plain = isinstance(log_n, float) and log_n == -math.inf
     if plain and scores.shape[3] == 1 and heads.dtype == scores.dtype:  # fewer steps, for decoding
         share = torch.sigmoid(lse_of_text - scores)  # exp(lse - lse')

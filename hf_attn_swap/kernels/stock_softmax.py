@@ -48,7 +48,7 @@ def operators(name: str, forward: str, backward: str) -> Operators | None:
         operator = getattr(torch.ops.aten, operator_name, None)
         if operator is None or [argument.name for argument in operator.default._schema.arguments] != arguments.split():
             return None
-        both.append(operator)
+        both.append(getattr(torch, operator_name, operator))  # the same operator, called by less Python
     return Operators(*both)
 
 
@@ -69,16 +69,21 @@ class KernelOutput(NamedTuple):
 
 
 class Kernel:
-    """One kernel. Its methods have the same arguments for every kernel."""
+    """One kernel. Its methods have the same arguments for every kernel.
+
+    Attributes:
+        device: the type of the device on which the kernel runs.
+        dtypes: the dtypes of query, key and value that the kernel takes.
+        operators: the operators of PyTorch, or None if this version has others.
+        drops: True if the kernel can drop weights.
+        on: True if the user has not switched the kernel off, for example by `torch.nn.attention.sdpa_kernel`.
+    """
 
     device: str
     dtypes: tuple[torch.dtype, ...]
     operators: Operators | None
-    drops = False  # True if the kernel can drop weights
-
-    def on(self) -> bool:
-        """True if the user has not switched the kernel off, for example by `torch.nn.attention.sdpa_kernel`."""
-        raise NotImplementedError
+    drops = False
+    on: Callable[[], bool]
 
     def prepared(self, qkv: Three, mask: Tensor | None) -> tuple[Three, Tensor | None]:
         """Query, key and value (B,H,·,W), and the mask, as the kernel takes them. Gradients flow through this step."""
@@ -107,10 +112,7 @@ class Cpu(Kernel):
         "query key value dropout_p is_causal attn_mask scale",
         "grad_out query key value out logsumexp dropout_p is_causal attn_mask scale",
     )
-
-    def on(self) -> bool:
-        switched_on: bool = cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]  # the switch of sdpa_kernel(...), CPU too
-        return switched_on
+    on = staticmethod(cuda.flash_sdp_enabled)  # the switch of sdpa_kernel(...), CPU too
 
     def prepared(self, qkv: Three, mask: Tensor | None) -> tuple[Three, Tensor | None]:
         return qkv, None if mask is None else mask.expand(-1, -1, qkv[0].shape[2], -1)
@@ -143,10 +145,7 @@ class Flash(Kernel):
         "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal philox_seed "
         "philox_offset scale",
     )
-
-    def on(self) -> bool:
-        switched_on: bool = cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]  # torch's
-        return switched_on
+    on = staticmethod(cuda.flash_sdp_enabled)
 
     def prepared(self, qkv: Three, mask: Tensor | None) -> tuple[Three, Tensor | None]:
         return _padded(qkv), mask
@@ -182,10 +181,7 @@ class Efficient(Kernel):
         "grad_out_ query key value attn_bias out logsumexp philox_seed philox_offset dropout_p grad_input_mask "
         "is_causal scale",
     )
-
-    def on(self) -> bool:
-        switched_on: bool = cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]  # torch's
-        return switched_on
+    on = staticmethod(cuda.mem_efficient_sdp_enabled)
 
     def prepared(self, qkv: Three, mask: Tensor | None) -> tuple[Three, Tensor | None]:
         query, key, value = _padded(qkv)
@@ -225,15 +221,12 @@ def kernels(device: str, dtype: torch.dtype, dropout: bool) -> list[Kernel]:
     """
     if device == "cuda" and torch.version.hip is not None:  # AMD's kernels have the same names and another lse
         return []
-    return [
-        kernel
-        for kernel in KERNELS
-        if kernel.device == device
-        and dtype in kernel.dtypes
-        and (kernel.drops or not dropout)
-        and kernel.operators is not None
-        and kernel.on()
-    ]
+    usable = []
+    for kernel in KERNELS:  # a comprehension would be one more call in each layer
+        fits = kernel.device == device and dtype in kernel.dtypes and (kernel.drops or not dropout)
+        if fits and kernel.operators is not None and kernel.on():
+            usable.append(kernel)
+    return usable
 
 
 def _padded(qkv: Three) -> Three:

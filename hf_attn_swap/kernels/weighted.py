@@ -99,20 +99,8 @@ weighted = library.custom_op("hf_attn_swap::weighted", compute, mutates_args=())
 
 
 @weighted.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    strength: Tensor | None,
-    seed: Tensor | None,
-    causal: bool,
-    scaling: float,
-    rule: str,
-    gamma: float,
-    zeta: float,
-    dropout: float,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    _, strength, _, _, _, rule, *_ = others
     return _empty(q, v, rule, strength)
 
 

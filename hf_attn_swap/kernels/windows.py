@@ -43,7 +43,7 @@ class Span:
     @property
     def alone(self) -> Span:
         """The same window in every head."""
-        return replace(self, full=())
+        return replace(self, full=()) if self.full else self
 
     def full_of(self, heads: int) -> tuple[bool, ...]:
         """For each of so many heads, True if its queries see every key: query heads, or key/value heads (repeated).
@@ -243,9 +243,10 @@ class Blocks:
         """
         first = self.keys - self.queries - self.reach
         near = tensor_BGKD[:, :, max(first, 0) - before :]
-        after = (self.count - 1) * self.rows + self.width - near.shape[2] - max(-first, 0)
-        padded = F.pad(near, (0, 0, max(-first, 0), after))
-        return padded.unfold(2, self.width, self.rows).transpose(3, 4)
+        missing, wanted = max(-first, 0), (self.count - 1) * self.rows + self.width
+        if near.shape[2] < wanted:
+            near = F.pad(near, (0, 0, missing, wanted - near.shape[2] - missing))
+        return near.unfold(2, self.width, self.rows).transpose(3, 4)
 
     def seen(self, masks: Masks, firsts: Firsts | None, window: int) -> Tensor | None:
         """(B|1,N,R,F + C) bool, True where a query of a block sees a key of the block; the first keys come first.

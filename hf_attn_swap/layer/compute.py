@@ -9,80 +9,66 @@ Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.call import Call, FusedSoftmax, Inputs
-from ..core.masks import traced, transformed
+from ..core.masks import Masks, traced, transformed
 from ..kernels import softmax_n, weighted, windows
 from ..kernels.dispatch import Form, Setting, joined_form, weighted_form, windows_form
 from ..kernels.weighing import Rule
 from ..variants.base import Replacement, Variant, same_shape
 
 
-@dataclass(frozen=True, kw_only=True)
-class Places:
-    """The variants that change the steps between the scores and the heads.
+class Places(NamedTuple):
+    """The variants that change the steps between the scores and the heads, and what is known of them in advance.
 
     Attributes:
         keys: the variant that adds pairs beside the keys of the text, or None.
         carrier: the variant that carries scores across layers, or None.
-        mask: the variant that hides keys, or None.
         normalizer: the variant that turns scores into weights, or None for softmax.
         adjuster: the variant that changes the weights, or None.
-        replacement: the variant that computes the heads without scores, or None.
+        span: how far a query sees, if a variant hides keys; None if none does.
+        rule: how scores become weights, or None if only the variants' methods say it.
     """
 
     keys: Variant | None = None
     carrier: Variant | None = None
-    mask: Variant | None = None
     normalizer: Variant | None = None
     adjuster: Variant | None = None
-    replacement: Replacement | None = None
+    span: windows.Span | None = None
+    rule: Rule | None = Rule()
 
     def form(self, setting: Setting) -> Form:
         """The form that computes the heads in this setting: the variant's own, or a general one for several."""
-        if self.replacement is not None:
-            return self.replacement.form(setting)
         if setting.transformed:  # kernels have no rule for vmap, no forward mode, or no second derivative
             return Form.REFERENCE
-        if self.keys is not None:
-            return self._form_with_pairs(setting)
-        changing = [variant for variant in (self.carrier, self.normalizer, self.adjuster) if variant is not None]
-        if not changing:
+        if self.keys is not None:  # joined by the log-sum-exp if possible, otherwise the form for all keys
+            if self.rule is not None and joined_form(setting, self.rule):
+                return Form.JOINED
+            form = self._replace(keys=None).form(setting)
+            return Form.FURTHER_KEYS if form in (Form.SDPA, Form.RESCALED) else form
+        variant = self.carrier or self.normalizer or self.adjuster
+        if variant is None:
             return Form.SDPA
-        if len(changing) == 1:
-            return changing[0].form(setting)
-        return Form.REFERENCE if self.rule() is None else weighted_form(setting)
+        if (self.carrier, self.normalizer, self.adjuster).count(None) == 2:
+            return variant.form(setting)
+        return Form.REFERENCE if self.rule is None else weighted_form(setting)
 
     def in_blocks(self, setting: Setting) -> bool:
         """True if this form computes blocks of queries with the keys of their window, one after the other."""
-        if self.mask is None or self.carrier is not None or (self.mask.span().full and not self.apart):
+        if self.span is None or self.carrier is not None or (self.span.full and not self.apart):
             return False
         return windows_form(setting)
 
     @property
     def apart(self) -> bool:
         """True if heads can be computed apart: nothing but a rule, which is that of every head, changes them."""
-        return self.keys is None and self.rule() is not None
-
-    def _form_with_pairs(self, setting: Setting) -> Form:
-        """The form with further keys: joined by the log-sum-exp if possible, otherwise the form for all keys."""
-        if (rule := self.rule()) is not None and joined_form(setting, rule):
-            return Form.JOINED
-        form = replace(self, keys=None).form(setting)
-        return Form.FURTHER_KEYS if form in (Form.SDPA, Form.RESCALED) else form
-
-    def rule(self) -> Rule | None:
-        """How scores become weights, or None if only the variants' methods say it."""
-        rule = Rule() if self.carrier is None else None
-        for variant in (self.normalizer, self.adjuster):
-            if variant is not None and rule is not None:
-                rule = variant.rule(rule)
-        return rule
+        return self.keys is None and self.rule is not None
 
 
 ORDINARY = Places()  # ordinary attention: no variant changes a step before the heads
@@ -102,18 +88,19 @@ def attend(
     """
     biased = inputs.softcap is not None or inputs.position_bias is not None
     readable = biased or want_weights or call.probe is not None
-    if places is ORDINARY and not readable and not transformed(*inputs.three):
+    if places is ORDINARY and not readable and not transformed(inputs.query, inputs.key, inputs.value):
         return ordinary(inputs, sdpa), None
     setting = Setting.of(inputs, call)
     form = Form.REFERENCE if readable else places.form(setting)
-    if places.mask is None:
+    span = places.span
+    if span is None:
         return _attended(places, inputs, call, sdpa, want_weights, form)
-    span = places.mask.span()
     in_blocks = not readable and places.in_blocks(setting) and windows.fits(inputs, call)
-    places = replace(places, mask=None)
+    places = places._replace(span=None)
     held, whole = windows.ALL, None
-    if call.state is not None and _keeps_near(inputs, call, want_weights):
-        in_blocks = True
+    whole_text = inputs.position_bias is not None or inputs.own_window is not None
+    _settle_state("window", inputs.masks, call, whole_text or want_weights or call.probe is not None)
+    in_blocks = in_blocks or call.state is not None
     if span.full and (call.state is not None or (in_blocks and inputs.masks.keys > span.window)):
         whole, inputs = windows.parted(inputs, span)
     if call.state is not None:
@@ -131,28 +118,35 @@ def attend(
     return heads, weights
 
 
-def _keeps_near(inputs: Inputs, call: Call, want_weights: bool) -> bool:
-    """True if the cache holds, or can hold, the keys of a window alone. An empty one gives its place up otherwise.
+def _settle_state(name: str, masks: Masks, call: Call, by_key: bool) -> None:
+    """Let an empty state in the cache give its place up to single keys, if this call needs them.
+
+    Args:
+        name: the name of the variant, for errors.
+        masks: the masks of the call.
+        call: the call, whose state is None afterwards if it gave its place up.
+        by_key: True if the call needs all keys one by one, whatever its masks are.
 
     Raises:
-        ValueError: the cache holds no other keys already, and this call needs them.
+        ValueError: the state has absorbed tokens already, and cannot answer this call.
     """
-    masks = inputs.masks
-    whole = want_weights or call.probe is not None or inputs.position_bias is not None or inputs.own_window is not None
-    if whole or masks.given is not None or not (masks.causal or masks.queries == 1):
-        if call.state.give_up():
+    state = call.state
+    if state is None:
+        return
+    if by_key or masks.given is not None or not (masks.causal or masks.queries == 1):
+        if state.give_up():
             call.state = None
-            return False
+            return
         raise ValueError(
-            "window: a cache that holds the keys of a window has no other keys to show or to mask one by one; pass 4-D "
-            "masks, is_causal=False and output_attentions=True from the first token on, or use use_cache=False."
+            f"{name}: a cache of {state.holds} has no other keys to show or to mask one by one; pass 4-D masks, "
+            "is_causal=False and output_attentions=True from the first token on, or use use_cache=False."
         )
-    if not masks.once(("remembers", call.state.length), lambda: call.state.remembers(masks.key_mask)):
+    padded = masks.key_mask is not None or state.visible is not None
+    if padded and not masks.once(("remembers", state.length), lambda: state.remembers(masks.key_mask)):
         raise ValueError(
-            "window: the mask hides or shows other earlier tokens than when they went into the cache, which has not "
+            f"{name}: the mask hides or shows other earlier tokens than when they went into the cache, which has not "
             "kept all of them; start a new cache for these tokens, or use use_cache=False."
         )
-    return True
 
 
 def _in_blocks(
@@ -174,10 +168,9 @@ def _attended(
     if form is Form.REFERENCE:
         return reference(places, inputs, call)
     if form is Form.WEIGHTED:
-        rule = places.rule()
-        if rule is None or not weighted.fits(inputs):
+        if places.rule is None or not weighted.fits(inputs):
             return reference(places, inputs, call)
-        return weighted.attend(rule, inputs, call), None
+        return weighted.attend(places.rule, inputs, call), None
     variant = places.carrier or places.normalizer or places.adjuster
     if variant is None:
         return ordinary(inputs, sdpa), None
@@ -194,19 +187,20 @@ def _with_pairs(
     pairs = variant.extra_kv(inputs, call)
     if form is Form.JOINED:
         added, causal = inputs.masks.additive(inputs.query.dtype)
-        further = softmax_n.Further(pairs.scores(inputs), pairs.values(inputs))
+        values = None if pairs.value is None else pairs.value.to(inputs.value.dtype)
+        further = softmax_n.Further(pairs.scores(inputs), values)
         n = 0.0 if places.normalizer is None else call.exact_strength
         heads = softmax_n.softmax_n_attention(*inputs.three, added, causal, inputs.scaling, n, further=further)
         if heads is not None:
             return heads.transpose(1, 2), None
-    heads, weights = attend(replace(places, keys=None), pairs.before(inputs), call, sdpa, want_weights)
+    heads, weights = attend(places._replace(keys=None), pairs.before(inputs), call, sdpa, want_weights)
     return heads, None if weights is None else weights[..., pairs.count :]
 
 
 def ordinary(inputs: Inputs, sdpa: FusedSoftmax) -> Tensor:
     """The heads (B,Q,H,D) of ordinary attention, by the stock fused function."""
     mask, causal = inputs.masks.dense()
-    return sdpa(inputs.three, mask, causal)
+    return sdpa((inputs.query, inputs.key, inputs.value), mask, causal)
 
 
 def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tensor]:
@@ -265,46 +259,19 @@ def replaced(variant: Replacement, inputs: Inputs, call: Call, want_weights: boo
     raw = inputs.query / variant.geometry.query_scale if variant.geometry.query_scale != 1 else inputs.query
     inputs = replace(inputs, query=raw, masks=inputs.masks.closed())
     _refuse_bias(variant, inputs)
-    summed = inputs.masks.given is None and (inputs.masks.causal or inputs.query.shape[2] == 1)
-    if call.state is not None and not summed and call.state.give_up():
-        call.state = None
-    if call.state is not None:
-        return _decoded(variant, inputs, call, want_weights), None
+    _settle_state(variant.name, inputs.masks, call, want_weights)
     query, key, value = inputs.query, inputs.repeated(inputs.key), inputs.repeated(inputs.value)
-    if inputs.masks.given is not None or want_weights:
+    key_mask, causal, past = inputs.masks.key_mask, inputs.masks.causal, None
+    if call.state is not None:
+        key_mask, causal, past = None if key_mask is None else key_mask[:, -query.shape[2] :], True, call.state.past()
+    elif inputs.masks.given is not None or want_weights:
         weights = variant.products(query, key, inputs.masks.allowed())
         heads = (weights @ value.to(weights.dtype)).to(value.dtype)
         return heads.transpose(1, 2), weights
-    form = variant.form(Setting.of(inputs, call))
-    heads = variant.linear((query, key, value), inputs.masks.key_mask, inputs.masks.causal, None, form)
+    heads = variant.linear((query, key, value), key_mask, causal, past, variant.form(Setting.of(inputs, call)))
+    if call.state is not None:  # afterwards: the sums may change in place
+        call.state.absorb(inputs.key, inputs.value, key_mask, inputs.masks.key_mask)
     return heads.transpose(1, 2), None
-
-
-def _decoded(variant: Replacement, inputs: Inputs, call: Call, want_weights: bool) -> Tensor:
-    """Heads (B,Q,H,D) of the current tokens, from the state that stands for all earlier tokens.
-
-    Afterwards the state also holds the current tokens.
-    """
-    masks = inputs.masks
-    queries = inputs.query.shape[2]
-    if masks.given is not None or want_weights or not (masks.causal or queries == 1):
-        raise ValueError(
-            f"{variant.name}: a cache that holds a state has no keys to show or to mask one by one; pass 4-D masks, "
-            "is_causal=False and output_attentions=True from the first token on, or use use_cache=False."
-        )
-    key_mask = masks.key_mask
-    if not masks.once(("remembers", call.state.length), lambda: call.state.remembers(key_mask)):
-        raise ValueError(
-            f"{variant.name}: the mask hides or shows other earlier tokens than when they went into the cache, but a "
-            "state of linear attention is a sum, from which no token can be taken; start a new cache for these tokens, "
-            "or use use_cache=False."
-        )
-    real = key_mask[:, -queries:] if key_mask is not None else None
-    key, value = inputs.repeated(inputs.key), inputs.repeated(inputs.value)
-    form = variant.form(Setting.of(inputs, call))
-    heads = variant.linear((inputs.query, key, value), real, True, call.state.past(), form)
-    call.state.absorb(inputs.key, inputs.value, real, key_mask)  # afterwards: the sums may change in place
-    return heads.transpose(1, 2)
 
 
 def _refuse_bias(variant: Variant, inputs: Inputs) -> None:

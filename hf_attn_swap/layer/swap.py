@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from ..core.call import Call, ForwardContext, FusedSoftmax, Geometry, Inputs
 from ..core.masks import transformed
 from ..kernels.dispatch import Form, Setting
+from ..kernels.weighing import Rule
 from ..variants.base import Replacement, Variant, mix, same_shape
 from .compute import ORDINARY, Places, attend, ordinary, reference, replaced
 from .fitted import CALL, FITTED, HEADS, Fitted
 from .registry import Options, build_options
 
-BEFORE_THE_HEADS = {"keys", "scores", "mask", "normalizer", "weights"}  # the places that `Places` holds
+STEPS = ("keys", "scores", "normalizer", "weights")  # the places whose variants `Places` holds, in its order
 STOCK = "attn_swap_stock"  # a keyword argument of an attention module: if True, the module runs as if not swapped
 
 F = TypeVar("F", bound=Fitted)
@@ -120,6 +121,10 @@ class Swap(nn.Module):
         writes: True if a variant changes the output of W_o.
         reads_input: True if a variant needs the rows of the module's input, one per query.
         span: how far a query sees, if a variant hides keys; None if none does.
+        rule: how scores become weights, or None if only the variants' methods say it.
+        keeps_window: True if a cache may hold the keys of the window alone. Scores that are carried are those of all
+            keys. Where some heads see every key, a layer keeps all keys of all heads if another variant changes heads
+            together.
         further_keys: the number of keys that stand beside those of the text.
         keeps_projection: False if the heads are the layer's output, without W_o.
         wants_residual: True if a variant needs the residual stream of the block.
@@ -192,6 +197,14 @@ class Swap(nn.Module):
         self.writes = "write" in self.changed
         self.reads_input = not self.changed.keys().isdisjoint(("scores", "read", "write"))
         self.span = next((variant.span() for variant in variants if "mask" in variant.changes), None)
+        self.rule = None if self.carries else Rule()
+        for name in (self.changed.get("normalizer"), self.changed.get("weights")):
+            if name is not None and self.rule is not None:
+                self.rule = self.get_submodule(name).rule(self.rule)  # type: ignore[operator]  # a variant
+        self._steps = tuple(map(self.changed.get, STEPS))
+        self._reader = self.changed.get("read")
+        self._ordinary = self.span is None and not any(self._steps)
+        self.keeps_window = self.span is not None and not self.carries and (not self.span.full or self.places().apart)
         self.further_keys = sum(variant.further_keys for variant in variants)
         self.keeps_projection = all(variant.keeps_projection for variant in variants)
         self.wants_residual = any(variant.wants_residual for variant in variants)
@@ -267,17 +280,9 @@ class Swap(nn.Module):
 
     def places(self) -> Places:
         """The variants that change the steps between the scores and the heads."""
-        if not self.replaces and BEFORE_THE_HEADS.isdisjoint(self.changed):
+        if self._ordinary:
             return ORDINARY
-        changing: dict[str, Any] = {place: self._modules[name] for place, name in self.changed.items()}
-        return Places(
-            keys=changing.get("keys"),
-            carrier=changing.get("scores"),
-            mask=changing.get("mask"),
-            normalizer=changing.get("normalizer"),
-            adjuster=changing.get("weights"),
-            replacement=self.replacement,
-        )
+        return Places(*map(self._modules.get, self._steps), self.span, self.rule)  # type: ignore[arg-type]  # variants
 
     @property
     def replacement(self) -> Replacement | None:
@@ -361,8 +366,10 @@ class Swap(nn.Module):
         if self.replaces:
             return self._replaced(inputs, call, sdpa, want_weights)
         heads, weights = attend(self.places(), inputs, call, sdpa, want_weights)
-        heads = call.probed("context", heads)
-        if (reader := self.at("read")) is not None:
+        if call.probe is not None:
+            heads = call.probe("context", heads)
+        if self._reader is not None:
+            reader: Any = self._modules[self._reader]
             heads = same_shape(reader, "read", heads, reader.read(heads, call))
         if self._correcting:
             heads = mix(heads, self._corrected(heads), call.strength_in(heads.dtype))
@@ -421,7 +428,7 @@ class Swap(nn.Module):
         """The form that computes this layer's heads in this setting."""
         if self.phase == Phase.OFF:
             return Form.STOCK
-        return self.places().form(setting)
+        return self.places().form(setting) if self.replacement is None else self.replacement.form(setting)
 
     def in_blocks(self, setting: Setting) -> bool:
         """True if this form computes one block of queries after the other, with the keys of their window."""

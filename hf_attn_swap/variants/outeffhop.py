@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional
-from ..core.call import Call, FusedSoftmax, Inputs, Three
+from ..core.call import Call, FusedSoftmax, Inputs
 from ..core.masks import recorded
 from ..functional.linear import wide
 from ..kernels import softmax_n
@@ -60,42 +60,11 @@ class OutEffHop(Variant):
             rescaled = softmax_n.softmax_n_attention(*qkv, added, flag, *numbers)
             if rescaled is not None:
                 return rescaled.transpose(1, 2)
-        mask, causal = inputs.masks.dense()
-        if recorded():  # keys of a group that are repeated after the zero key have strides that export cannot compare
-            qkv = inputs.query, inputs.repeated(inputs.key), inputs.repeated(inputs.value)
-        qkv, mask, shifted = self.with_zero_key(qkv, mask, causal, call)
-        heads = sdpa(qkv, mask, shifted)
-        return heads[:, 1:] if shifted else heads
-
-    def with_zero_key(
-        self, qkv: Three, mask: Tensor | None, causal: bool, call: Call
-    ) -> tuple[Three, Tensor | None, bool]:
-        """Add a key of zeros in front, for plain SDPA.
-
-        Returns:
-            Query, key and value; the mask; and the causal flag. If the flag is True, the query has a dummy row in
-            front too, so that the causal order stays right. The caller must then drop the first row of the heads.
-        """
         query, key, value = qkv
-        extended_key = F.pad(key, (0, 0, 1, 0))
-        extended_value = F.pad(value, (0, 0, 1, 0))
-        strength = call.strength_in(wide(query))
-        if isinstance(strength, Tensor):
-            logit = strength.log().to(query.dtype)
-            return (query, extended_key, extended_value), self._float_mask(query, key, mask, causal, logit), False
-        if causal:
-            return (F.pad(query, (0, 0, 1, 0)), extended_key, extended_value), None, True
-        if mask is not None:
-            mask = F.pad(mask, (1, 0), value=1.0 if mask.dtype == torch.bool else 0.0)
-        return (query, extended_key, extended_value), mask, False
-
-    @staticmethod
-    def _float_mask(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, logit: Tensor) -> Tensor:
-        """A mask of numbers to add, (B|1,1|H,1|Q,K + 1). The first column holds the score of the zero key."""
-        queries, keys = query.shape[2], key.shape[2]
-        if mask is None:
-            mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device)
-            mask = mask.tril() if causal else mask
-        if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
-        return torch.cat([logit.expand(*mask.shape[:-1], 1), mask], -1)
+        if recorded():  # keys of a group that are repeated after the zero key have strides that export cannot compare
+            key, value = inputs.repeated(key), inputs.repeated(value)
+        key, value = F.pad(key, (0, 0, 1, 0)), F.pad(value, (0, 0, 1, 0))
+        share = call.exact_strength if isinstance(call.exact_strength, Tensor) else None
+        if share is None and inputs.masks.dense()[1]:  # causal order alone: one more query in front keeps it right
+            return sdpa((F.pad(query, (0, 0, 1, 0)), key, value), None, True)[:, 1:]
+        return sdpa((query, key, value), *inputs.masks.with_extra_keys(1, share, query.dtype).dense())

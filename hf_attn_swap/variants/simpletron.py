@@ -20,7 +20,7 @@ from ..core.call import Call, Geometry, Three
 from ..core.options import Options
 from ..functional import simple_attention
 from ..functional.linear import length_factor, widened, without_autocast
-from ..kernels import linear, linear_fla
+from ..kernels import linear
 from ..kernels.dispatch import Form, Setting, linear_form
 from .about import About
 from .base import Replacement, mix, register
@@ -87,8 +87,6 @@ class Simpletron(Replacement):
         length = self.options.length
         if form is Form.BLOCKS:
             return linear.attend(*qkv, key_mask=key_mask, length=length, past=past)
-        if form is Form.FLA:
-            return linear_fla.attend(*qkv, key_mask=key_mask, length=length, past=past)
         return simple_attention(*qkv, causal=causal, key_mask=key_mask, length=length, past=past)
 
     def products(self, q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:

@@ -28,7 +28,7 @@ from .cache import LinearState, cache_of, keep_all_keys
 from .positions import rotated_from_first_seen
 from .seam import CALL, CONTEXT, LAYER, NAME, OF_KEYS, MaskWithContext, kind_of_masks, swap_of
 from .state import State
-from .window_cache import WindowState, can_hold
+from .window_cache import WindowState
 
 
 def before_stack(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -291,7 +291,8 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
     cache = cache_of(args, kwargs)
     if swap is None or swap.phase == Phase.OFF:
         return args, kwargs
-    wiring = wiring_of(swap)
+    wiring = swap.wiring
+    assert wiring is not None, "a swap computes in no model"
     for argument in wiring.others:
         if argument.of(args, kwargs) is not None:
             raise ValueError(
@@ -312,7 +313,7 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
     if cache is not None:
         layer, start = _place_in_cache(core, wiring, cache)
         if layer is not None and (swap.replaces or swap.span is not None):
-            state = _state(core, swap, cache, layer, context)
+            state = _state(core, swap, wiring, cache, layer, context)
     call = Call(
         x=wiring.states.of(args, kwargs),
         start=start,
@@ -368,7 +369,9 @@ def _place_in_cache(core: nn.Module, wiring: Wiring, cache: Any) -> tuple[int | 
     return layer, length.clone() if isinstance(length, Tensor) else length
 
 
-def _state(core: nn.Module, swap: Swap, cache: Any, layer: int, context: ForwardContext | None) -> State | None:
+def _state(
+    core: nn.Module, swap: Swap, wiring: Wiring, cache: Any, layer: int, context: ForwardContext | None
+) -> State | None:
     """What the cache holds of this layer in place of all keys, claimed for this call; None if it holds all keys.
 
     A new state is started only without gradients, and if the caller wants no attention weights. If the mask then turns
@@ -377,12 +380,12 @@ def _state(core: nn.Module, swap: Swap, cache: Any, layer: int, context: Forward
     if swap.phase != Phase.FULL or compiling():
         return None
     shown = context is not None and context.want_weights
-    starts = not shown and not torch.is_grad_enabled() and not wiring_of(swap).lent  # a state has no keys to lend
+    starts = not shown and not torch.is_grad_enabled() and not wiring.lent  # a state has no keys to lend
     state: State | None
     if swap.replaces:
         state = LinearState.of(cache, layer, start=starts)
     else:
-        starts &= can_hold(swap) and kind_of_masks(core.config) in (None, OF_KEYS)  # other masks are of all keys
+        starts &= swap.keeps_window and kind_of_masks(core.config) in (None, OF_KEYS)  # other masks are of all keys
         state = WindowState.of(cache, layer, start=starts, span=swap.span)
     if state is not None:
         state.claim(core)

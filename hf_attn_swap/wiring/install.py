@@ -333,21 +333,22 @@ class Installation:
         Raises:
             ValueError: as in `put`.
         """
-        layers = [layer for layer in self.layers() if name in layer.swap.fitted]
-        for write in [layer.swap.fitted[name].undo(self.root, layer.path) for layer in layers]:
-            write()
+        layers = self.layers()
+        self._undo(layers, name)
         for swap in (swap for layer in layers for swap in layer.copies):
             swap.drop(name)
         self.refresh()
 
-    def _undo(self, layers: Iterable[Layer]) -> None:
-        """Take back what fits changed around swaps that are about to leave. Of PEFT's copies, the first one says what.
+    def _undo(self, layers: Iterable[Layer], name: str | None = None) -> None:
+        """Take back what fits, or those of one name, changed around swaps: fits or swaps are about to leave.
+
+        Of PEFT's copies of a swap, the first one says what.
 
         Raises:
             ValueError: some of it cannot be taken back. Nothing is changed then.
         """
         fits = [(layer, fit) for layer in layers if layer.swapped for fit in layer.swap.fitted.values()]
-        for write in [fit.undo(self.root, layer.path) for layer, fit in fits]:
+        for write in [fit.undo(self.root, layer.path) for layer, fit in fits if name in (None, fit.name)]:
             write()
 
     def _wire(self) -> None:

@@ -21,7 +21,7 @@ def check(root: Any, layers: Iterable[Layer]) -> None:
         ValueError: a layer would have a window, and its tokens do not stand in one order.
     """
     for layer in layers:
-        if not layer.swapped or layer.swap.at("mask") is None:
+        if not layer.swapped or layer.swap.span is None:
             continue
         site, block = layer.site, stock_class(layer_of(root, layer.path))
         reason = None if site.packed is None else f"{type(site.core).__name__} has none: {site.packed}"

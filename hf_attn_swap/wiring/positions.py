@@ -76,14 +76,11 @@ class FromFirstSeen:
         positions = places[None] if given is None else given.to(mask.device)
         if isinstance(earlier, int) and earlier == 0:
             first = _first_positions(mask, positions)
-        elif given is None:
-            first = _first_places(mask)
-        elif mask.dim() > 2 or given.dim() > 2:  # a model's own code made them, and begins every text at 0
-            return args, kwargs
+        elif given is not None and (mask.dim() > 2 or given.dim() > 2):
+            return args, kwargs  # a model's own code made them, and begins every text at 0
         else:
             first = _first_positions_before(mask, positions, places)
-        seen = _seen(mask)[:, places]
-        moved = torch.where(seen, positions - first, 0)
+        moved = torch.where(_seen(mask)[:, places], positions - first, 0)
         return self.positions.put(args, kwargs, moved if given is None else moved.to(given.device))
 
 
@@ -97,22 +94,21 @@ def rotated_from_first_seen(
     Raises:
         ValueError: the first seen token is in the cache, or the module works out the angles itself.
     """
-    named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    angles = {name: value for name, value in named.items() if _are_angles(value)}
-    if not isinstance(mask, Tensor) or (not angles and POSITIONS not in arguments(stock_class(core))):
-        return args, kwargs  # there is nothing to turn
-    if not _padded_in_front(mask):
+    angles = [value for value in (*args, *kwargs.values()) if _are_angles(value)]
+    rotates = bool(angles) or POSITIONS in arguments(stock_class(core))
+    if not rotates or not isinstance(mask, Tensor) or not _padded_in_front(mask):
         return args, kwargs
     seen = _seen(mask)
-    if angles and all(_complex(value).shape[-2] == seen.shape[1] for value in angles.values()):
-        moved = {name: _turned(core, value, seen.int().argmax(-1)) for name, value in angles.items()}
-        return tuple(moved.get(place, value) for place, value in enumerate(args)), {
-            name: moved.get(name, value) for name, value in kwargs.items()
-        }
+    if angles and all(_complex(value).shape[-2] == seen.shape[1] for value in angles):
+        first = seen.int().argmax(-1)
+
+        def turned(value: Any) -> Any:
+            return _turned(core, value, first) if _are_angles(value) else value
+
+        return tuple(map(turned, args)), {name: turned(value) for name, value in kwargs.items()}
     positions = kwargs.get(POSITIONS)
-    if angles and not traced() and (positions is None or bool((positions[..., -1] != seen.sum(-1) - 1).any())):
-        _refuse(core)
-    if not angles:
+    known = traced() or (positions is not None and bool((positions[..., -1] == seen.sum(-1) - 1).all()))
+    if not angles or not known:
         _refuse(core)
     return args, kwargs
 
@@ -174,7 +170,7 @@ def _complex(value: Any) -> Tensor:
 def _has_pairs(module: nn.Module) -> bool:
     """True if a layer of the stack computes with pairs now."""
     swaps = (submodule for submodule in module.modules() if isinstance(submodule, Swap))
-    return any(swap.phase != Phase.OFF and swap.at("keys") is not None for swap in swaps)
+    return any(swap.phase != Phase.OFF and swap.further_keys > 0 for swap in swaps)
 
 
 def _allowed(mask: Tensor) -> Tensor:
@@ -222,26 +218,18 @@ def _first_positions(mask: Tensor, positions: Tensor) -> Tensor:
     return first
 
 
-def _first_places(mask: Tensor) -> Tensor:
-    """The place of each row's first seen token (B,1), which the model takes for its position.
+def _first_positions_before(mask: Tensor, positions: Tensor, places: Tensor) -> Tensor:
+    """The position of each row's first seen token (B,1), which is in the cache: 0, or its place.
 
     Raises:
-        ValueError: the mask may be that of a window, which hides the first token of a long text.
+        ValueError: the positions of the current tokens count neither seen tokens nor places; or the mask may be that of
+            a window, which hides the first token of a long text.
     """
     if mask.dim() > 2:
         raise ValueError(
             "the pairs of sink stand before the first token that a row sees, which a 4-D mask behind a cache does not "
             "show; pass position_ids that begin at 0 behind the padding, or a mask of all tokens so far, (B,K)."
         )
-    return mask.bool().int().argmax(-1)[:, None]
-
-
-def _first_positions_before(mask: Tensor, positions: Tensor, places: Tensor) -> Tensor:
-    """The position of each row's first seen token (B,1), which is in the cache: 0, or its place.
-
-    Raises:
-        ValueError: the positions of the current tokens count neither seen tokens nor places.
-    """
     seen = mask.bool()
     so_far = seen & (torch.arange(seen.shape[1], device=seen.device) <= places[-1])
     last, counted = positions[:, -1], so_far.sum(-1) - 1

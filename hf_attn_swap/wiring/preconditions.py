@@ -20,7 +20,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..families.source import arguments
 from .cache import LinearState
+from .positions import MASK, POSITIONS, ROTARY, TOKENS
 
 # transformers calls every mask function with the names that its own functions have.
 MASK_ARGUMENTS = {
@@ -83,6 +85,14 @@ def _reads_scaling() -> bool:
     return not torch.equal(flat, _heads(free)) and not torch.equal(flat, dropped)
 
 
+def _names_positions() -> bool:
+    """A decoder takes its mask, its tokens and their positions under the names by which `positions.py` finds them."""
+    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel  # few programs need another
+
+    stack = {MASK, POSITIONS, *TOKENS}
+    return stack <= set(arguments(LlamaModel)) and ROTARY in arguments(LlamaAttention)
+
+
 def _has(holder: object, *names: str) -> Callable[[], bool]:
     return lambda: all(hasattr(holder, name) for name in names)
 
@@ -91,6 +101,7 @@ PRECONDITIONS: dict[str, Callable[[], bool]] = {
     "the attribute is_causal of attention modules": _reads_order,
     "the attribute num_key_value_groups of attention modules": _reads_groups,
     "the arguments scaling and dropout of attention functions": _reads_scaling,
+    "the arguments of decoders for masks, tokens and positions": _names_positions,
     "the arguments of mask functions": lambda: set(inspect.signature(sdpa_mask).parameters) >= MASK_ARGUMENTS,
     "the config's names of the attention implementation and of output_attentions": _has(
         PreTrainedConfig(), "_attn_implementation", "output_attentions"

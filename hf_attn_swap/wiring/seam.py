@@ -44,15 +44,14 @@ def swap_of(core: nn.Module) -> Swap | None:
     Raises:
         ValueError: the config names `hf_attn_swap`, but `patch_model` was never called on a model with this module.
     """
-    try:
-        swap: Swap | None = core.attn_swap  # type: ignore[assignment]  # None, a Swap, or PEFT's wrapper of a Swap
-    except AttributeError:
+    swap: Any = core._modules.get("attn_swap")  # a Swap, or PEFT's wrapper of a Swap; faster than the attribute
+    if swap is None and "attn_swap" not in core.__dict__:
         raise ValueError(
             f"{type(core).__name__}: the config asks for {NAME!r}, but this module was not patched. Build the model "
             "with from_pretrained or call patch_model on the whole model; if only part of a converted model was "
             "loaded, load all of it."
-        ) from None
-    return swap
+        )
+    return swap  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -118,9 +117,11 @@ def attention_forward(
     if context is not None:
         context.arrived = True
     swap = swap_of(module)
-    causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
-    if kind_of_masks(getattr(module, "config", None)) == EAGER:  # then no mask means that every key may be seen
-        causal = False
+    causal = False
+    if attention_mask is None and query.shape[2] > 1:
+        causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
+        if kind_of_masks(getattr(module, "config", None)) == EAGER:  # then no mask means that every key may be seen
+            causal = False
     inputs = _inputs(query, key, value, attention_mask, scaling, dropout, causal, kwargs, context)
     sdpa = functools.partial(_sdpa, module, inputs, kwargs)
     if swap is not None and swap.phase != Phase.OFF and not stock:
@@ -168,11 +169,8 @@ def _inputs(
             "what to add to its scores; pass mask.bool(), True where a query may see a key, or a float mask to add."
         )
     queries, keys = query.shape[2], key.shape[2]
-    if attention_mask is None:
-        causal = causal and queries > 1
-        if causal and keys > queries:  # the first call with a static cache: the later places are still unused
-            key = key[:, :, :queries]
-            value = value[:, :, :queries]
+    if causal and keys > queries:  # the first call with a static cache: the later places are still unused
+        key, value = key[:, :, :queries], value[:, :, :queries]
     key_mask, mask = None, attention_mask
     if mask is not None and mask.dim() == 2:
         # `mask_for_swap` alone makes such a mask: the order is causal, and the queries are the last tokens.

@@ -45,7 +45,7 @@ class WindowState(State):
 
     def belongs_to(self, swap: Any) -> bool:
         """True for attention in a window of this size, with all keys in the same heads."""
-        return swap.span == self.span and can_hold(swap)
+        return swap.keeps_window and swap.span == self.span
 
     def joined(self, inputs: Inputs) -> tuple[Inputs, Held]:
         """The inputs of a call with the last keys in front of the current ones; and what is held of the earlier ones.
@@ -121,11 +121,3 @@ class WindowState(State):
             self.whole = choose(self.whole[0]), choose(self.whole[1])
         if self.held.key is not None and self.held.value is not None:
             self.held = replace(self.held, key=choose(self.held.key), value=choose(self.held.value))
-
-
-def can_hold(swap: Any) -> bool:
-    """True if a cache may hold the keys of a window alone: scores that are carried are those of all keys.
-
-    Where some heads see every key, a layer keeps all keys of all heads if another variant changes heads together.
-    """
-    return not swap.carries and (not swap.span.full or swap.places().apart)

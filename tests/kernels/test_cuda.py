@@ -311,7 +311,7 @@ def setting(**given: Any) -> Setting:
         ({"dtype": FP32}, Form.RESCALED),
         ({"dtype": FP64}, Form.ZERO_KEY),
         ({"dropout": True}, Form.RESCALED),
-        ({"between": True, "autocast": True}, Form.RESCALED),
+        ({"between": True}, Form.RESCALED),
         ({"compiling": True}, Form.ZERO_KEY),
         ({"recorded": True}, Form.ZERO_KEY),
         ({"dtypes": (BF16, BF16, FP32)}, Form.ZERO_KEY),

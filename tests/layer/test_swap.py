@@ -15,7 +15,7 @@ from hf_attn_swap.kernels.dispatch import Form, Setting
 from hf_attn_swap.layer.calibration import Calibration
 from hf_attn_swap.layer.compute import Places
 from hf_attn_swap.layer.registry import fit_options, parse, parse_options
-from hf_attn_swap.layer.swap import Argument, Phase, Swap, Wiring
+from hf_attn_swap.layer.swap import STEPS, Argument, Phase, Swap, Wiring
 from hf_attn_swap.layer.value_scale import ValueScale
 from hf_attn_swap.variants.base import PLACES, VARIANTS
 from tests.contract.cells import PAIRS, SINGLES
@@ -63,10 +63,9 @@ def test_what_it_says_of_its_variants(name: str) -> None:
     for place in PLACES:
         assert swap.at(place) is next((each for each in swap.variants if place in each.changes), None)
     found = swap.places()
-    in_order = (found.keys, found.carrier, found.mask, found.normalizer, found.adjuster)
-    for place, variant in zip(PLACES, in_order, strict=False):
+    for place, variant in zip(STEPS, found, strict=False):
         assert variant is next((each for each in swap.variants if place in each.changes), None)
-    assert found.replacement is swap.replacement
+    assert found.span == (own[swap.names.index("window")].span() if "window" in swap.names else None)
 
 
 def test_a_replica_computes_with_its_own_variants() -> None:

@@ -137,7 +137,6 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "kernels/dispatch.py": (PASSES, stage("kernels/test_cuda.py"), HOPFIELD, RECORDED),
     "kernels/hopfield.py": (HOPFIELD, PASSES, DOUBLE_BACKWARD),
     "kernels/linear.py": (stage("kernels/test_linear.py"), FORMULAS, DOUBLE_BACKWARD),
-    "kernels/linear_fla.py": (stage("kernels/test_linear_fla.py"),),
     "kernels/normalizers.py": (WEIGHTED,),
     "kernels/extra_kv.py": (SINK,),
     "kernels/softmax_n.py": (SOFTMAX_N, stage("kernels/test_cuda.py"), SINK, FLASHLESS, DOUBLE_BACKWARD),
