@@ -49,4 +49,7 @@ def write_gguf(folder: Path, file: Path, converter: Path) -> None:
     if done.returncode:
         file.unlink(missing_ok=True)
         last = done.stderr.strip().splitlines()[-1:] or ["no word of why"]
-        raise ValueError(f"llama.cpp's converter stopped: {last[0]}")
+        raise ValueError(
+            f"{folder} is whole, but llama.cpp's converter stopped: {last[0]} (it needs the packages of llama.cpp's "
+            f"requirements); run it by hand: python {converter} {folder} --outfile {file}"
+        )
