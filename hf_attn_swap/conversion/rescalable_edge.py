@@ -197,7 +197,7 @@ def rescalable_edges(root: Any, batch: Batch, places: Mapping[str, nn.Module]) -
     kinds: dict[tuple[str, ...], list[RescalableEdge]] = {}
     for edge in _candidates(trace, places):
         if _plain(root, edge):
-            kinds.setdefault(tuple(NUMBER.sub("", path) for path in edge.parts), []).append(edge)
+            kinds.setdefault(tuple(NUMBER.sub(r"\1#", path) for path in edge.parts), []).append(edge)
     edges: list[RescalableEdge] = []
     with torch.no_grad():
         wanted = list(tensors(root(**batch)))
