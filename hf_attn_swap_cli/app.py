@@ -5,20 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import shutil
 import sys
 import warnings
 from collections.abc import Callable
 from importlib.metadata import version as installed_version
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-WIDE = 160  # columns of a table of Rich that is written to a file or a pipe
 USAGE_ERROR = 2
 INTERRUPTED = 130
 QUIET = ("--quiet", "-q")
@@ -111,14 +106,6 @@ def notify(message: str) -> None:
 def told(quiet: bool) -> Callable[[str], None]:
     """`notify` for what a command is doing; with the option `quiet`, a function that says nothing."""
     return (lambda message: None) if quiet else notify
-
-
-def console() -> Console:
-    """A console as wide as the terminal or the variable COLUMNS, or 160 columns wide for a file or a pipe."""
-    from rich.console import Console
-
-    known = "COLUMNS" in os.environ or sys.stdout.isatty()
-    return Console(width=shutil.get_terminal_size().columns if known else WIDE)
 
 
 def quieten(*, bars: bool) -> None:

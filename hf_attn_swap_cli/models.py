@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .app import Command, app, console, notify, told
+from .app import Command, app, notify, told
 from .options import AsJson, Dtype, Model, Options, Overwrite, Quiet, Revision, Task, Token
 
 Layers = Annotated[str | None, typer.Option(help='Self-attention layers to swap, such as "0-5,7"; all if left out.')]
@@ -21,11 +21,10 @@ def variants(
     name: Annotated[str | None, typer.Argument(help="One variant, to be shown in full.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the variants: name, aliases, options with their defaults, what changes, paper. Or show one in full."""
-    from rich.table import Table
-
+    """List the variants: name, what changes, paper. Or show one in full, with its options and their defaults."""
     from hf_attn_swap import list_variants
     from hf_attn_swap.layer.registry import get_variant
+    from hf_attn_swap.text.table import Table
 
     chosen = list_variants() if name is None else [name]
     if as_json:
@@ -41,23 +40,10 @@ def variants(
         if shown["options"] != "none":
             print(f"\n{inspect.getdoc(get_variant(name).Options)}")
         return
-    table = Table(show_lines=True)
-    for heading in ("name", "aliases", "options", "what it changes", "adds", "paper"):
-        table.add_column(heading, overflow="fold")
-    for name in list_variants():
-        variant = get_variant(name)
-        about = variant.about
-        options = ", ".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(variant.Options))
-        aliases = ", ".join(variant.aliases)
-        table.add_row(
-            name,
-            aliases or "-",
-            options or "-",
-            about.summary,
-            about.parameters_added,
-            about.paper,
-        )
-    console().print(table)
+    about = {variant: get_variant(variant).about for variant in chosen}
+    rows = [(variant, about[variant].summary, about[variant].paper) for variant in chosen]
+    header = ("name", "what it changes", "paper")
+    print(Table(summary="hf-attn-swap variants NAME shows one in full.", header=header, rows=rows).text())
     print('Variants that touch different places compose with "+", as in outeffhop+gated.')
 
 

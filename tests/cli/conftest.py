@@ -40,12 +40,6 @@ class Outcome:
     err: str
 
 
-@pytest.fixture(autouse=True)
-def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables are as wide as for a pipe; pytest-xdist's processes have a COLUMNS of their own."""
-    monkeypatch.delenv("COLUMNS", raising=False)
-
-
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Outcome]]:
     """Run the command line in this process, and undo what it sets for the whole process."""

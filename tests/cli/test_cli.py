@@ -252,3 +252,8 @@ def test_one_variant_in_full(command: Command, name: str) -> None:
     assert (shown["name"], shown["aliases"]) == (name, list(variant.aliases))
     defaults = {field.name: field.default for field in dataclasses.fields(variant.Options)}
     assert shown["options"] == json.loads(json.dumps(defaults))
+
+
+def test_all_variants(command: Command) -> None:
+    lines = command("variants").out.splitlines()
+    assert [line.split()[0] for line in lines[2:-1]] == list(list_variants())
