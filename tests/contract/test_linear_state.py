@@ -353,7 +353,7 @@ def test_what_needs_single_keys() -> None:
     assert not isinstance(shown.layers[0], LinearState)
     last, cache = prefilled(model, "llama")
     for asked in ({"attention_mask": torch.ones(2, 1, 1, PROMPT + 1, dtype=torch.bool)}, {"output_attentions": True}):
-        with pytest.raises(ValueError, match="no keys to show or to mask"):
+        with pytest.raises(ValueError, match="no other keys to show or to mask"):
             model(**{**last, **asked}, **with_cache(model, copy.deepcopy(cache)))
 
 
