@@ -138,7 +138,7 @@ def _settle_state(name: str, masks: Masks, call: Call, by_key: bool) -> None:
             call.state = None
             return
         raise ValueError(
-            f"{name}: a cache of {state.holds} has no other keys to show or to mask one by one; pass 4-D masks, "
+            f"{name}: the cache holds {state.holds}, and no other keys to show or to mask one by one; pass 4-D masks, "
             "is_causal=False and output_attentions=True from the first token on, or use use_cache=False."
         )
     padded = masks.key_mask is not None or state.visible is not None
