@@ -165,7 +165,7 @@ def test_the_model_in_full_precision_teaches_the_rounded_model() -> None:
 
 def test_little_memory() -> None:
     """Adapters are for the variant; what trains with rounding needs none, and activations are computed again."""
-    report = taught(model := stock("bert"), low_memory=True, stages=None, tokens=300)
+    report = taught(model := stock("bert"), low_memory=True, stages=None)
     assert "distilled in 8 bits" in names(report)
     assert not any("parametrizations" in name or "lora" in name for name, _ in model.named_modules())
 
