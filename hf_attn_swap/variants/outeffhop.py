@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
