@@ -175,7 +175,7 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.names.append((resolve_name(func) or "").rpartition(".")[2])
+        self.names.append((resolve_name(func) or func.__name__).rpartition(".")[2])
         if isinstance(result, Tensor):
             self.shapes.add(tuple(result.shape))
         return result
