@@ -354,19 +354,27 @@ class Swap(nn.Module):
         Raises:
             ValueError: the call has something that a variant cannot compute; the error says what.
         """
-        call.exact_strength = 1.0 if self.phase == Phase.FULL else self.strength_value
-        call.value = inputs.value
-        for name in self._preparing:
-            self._modules[name].prepare(call)  # type: ignore[union-attr,operator]  # the name of a fit
+        self.prepare(call, inputs.value)
         if self.replaces:
             return self._replaced(inputs, call, sdpa, want_weights)
         heads, weights = attend(self.places(), inputs, call, sdpa, want_weights)
-        heads = call.probed("context", heads)
+        return self.read(heads, call), weights
+
+    def prepare(self, call: Call, value_BGKD: Tensor) -> None:
+        """Put into a call what the variants read: the strength, the values (B,G,K,D), and what fits give them."""
+        call.exact_strength = 1.0 if self.phase == Phase.FULL else self.strength_value
+        call.value = value_BGKD
+        for name in self._preparing:
+            self._modules[name].prepare(call)  # type: ignore[union-attr,operator]  # the name of a fit
+
+    def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
+        """Let the variant at the place `read`, and then the fits, change the heads: from (B,L,H,D) to (B,L,H,D)."""
+        heads = call.probed("context", heads_BLHD)
         if (reader := self.at("read")) is not None:
             heads = same_shape(reader, "read", heads, reader.read(heads, call))
         if self._correcting:
             heads = mix(heads, self._corrected(heads), call.strength_in(heads.dtype))
-        return heads, weights
+        return heads
 
     def _corrected(self, heads_BLHD: Tensor) -> Tensor:
         """The heads (B,L,H,D) with the fits that act on them."""
