@@ -395,8 +395,8 @@ def _wrap_save_model() -> None:
 def _wrap_read_config() -> None:
     """Let a config that describes a swap forget the shim's code: this process needs no program to load the model.
 
-    The names of classes stay those of config.json: a program with attention of its own, which reads the config in this
-    process, must not take its own model of the stock name.
+    The names of classes are those of a saved swap, in an older checkpoint too: a program with attention of its own,
+    which reads the config in this process, must not take its own model of the stock name.
     """
     original = PreTrainedConfig.from_dict.__func__  # type: ignore[attr-defined]  # a classmethod has one
 
@@ -405,7 +405,7 @@ def _wrap_read_config() -> None:
         swapped = "attn_swap" in config_dict
         if swapped:
             _leave_out_none(kwargs)
-        return original(cls, shim.without_code(config_dict) if swapped else config_dict, **kwargs)
+        return original(cls, shim.as_read(config_dict) if swapped else config_dict, **kwargs)
 
     PreTrainedConfig.from_dict = classmethod(from_dict)  # type: ignore[arg-type, assignment, method-assign]  # as above
 

@@ -66,7 +66,9 @@ def _problem(swap: Swap) -> str | None:
         return 'its pairs have keys, and vLLM has one score per head for all queries; convert to a sink of kind="score"'
     if mask is not None:
         if not isinstance(mask, Window) or mask.options.sinks or mask.options.full_heads:
-            return "vLLM has one window for all heads of a layer, without first tokens; convert with sinks=0 in whole layers"
+            return (
+                "vLLM has one window for all heads of a layer, and no first tokens; convert whole layers, with sinks=0"
+            )
         if swap.strength < 1:
             return "a window of a strength below 1 needs the scores of all keys; set the strength to 1"
     return None
@@ -158,7 +160,8 @@ class SwappedForCausalLM(TransformersForCausalLM):  # type: ignore[misc]  # vLLM
         loaded: set[str] = super().load_weights(_others(weights, own))
         for path, core in self._swapped():
             swap = core.attn_swap
-            saved = [name for name in own if f"{path}.".endswith(f".{name}.")]
+            inside = path.removeprefix("model")  # a checkpoint has the model's own name there, or none
+            saved = [name for name in own if f".{name}".endswith(inside)]
             state = own.pop(saved[0]) if len(saved) == 1 else {}
             try:
                 swap.load_state_dict(state)
@@ -215,5 +218,5 @@ def _refuse(vllm_config: Any) -> None:
         )
     if model.is_moe:
         raise ValueError(f"vLLM does not run a converted model with a mixture of experts; {ELSEWHERE}.")
-    if getattr(model.hf_config, "quantization_config", None) is not None:
+    if vllm_config.quant_config is not None:
         raise ValueError(f"vLLM does not run a converted model with weights in 8 bits; {ELSEWHERE}.")

@@ -1,8 +1,10 @@
-"""Runs folders in vLLM, one after the other: `python serve_child.py JOBS RESULTS`, both files of JSON.
+"""Runs folders in vLLM, one after the other: `python serve_child.py JOBS RESULTS [WORD]`, both files of JSON.
 
 A job has a folder, prompts (lists of numbers of tokens), the number of new tokens, and options of vLLM. Its result has
 the tokens that vLLM generates, the log-probability of each token of the prompt (but the first) and of the text, and
-the same for a second run, in which the prompts are in the cache; or the error.
+the same for a second run, in which the prompts are in the cache; or the error. With "build" the model is only built,
+and with "bypass" a module computes attention of its own. With the word "imported", the process
+has imported hf_attn_swap before; with "absent", it cannot import it.
 """
 
 from __future__ import annotations
@@ -45,6 +47,12 @@ def generated(engine: Any, prompts: list[list[int]], count: int, *, of_prompt: b
     return rows
 
 
+def bypass(model: Any) -> None:
+    """Replace the forward of one attention module by one that does not ask for the attention function."""
+    core = next(module for module in model.modules() if hasattr(module, "attn_swap"))
+    core.forward = lambda hidden_states, **_: (hidden_states, None)
+
+
 def served(job: dict[str, Any]) -> dict[str, Any]:
     """The result of one job."""
     from vllm import LLM
@@ -55,10 +63,12 @@ def served(job: dict[str, Any]) -> dict[str, Any]:
         engine = LLM(job["folder"], **{**DEFAULTS, **job.get("options", {})})
         if job.get("build"):
             return {"built": True}
+        if job.get("bypass"):
+            engine.apply_model(bypass)
         prompts, count = job["prompts"], job["tokens"]
         first = generated(engine, prompts, count, of_prompt=True)
         return {"first": first, "again": generated(engine, prompts, count, of_prompt=False)}
-    except Exception as problem:  # any error is a result
+    except Exception as problem:  # noqa: BLE001  # any error is a result
         return {"error": f"{type(problem).__name__}: {problem}", "trace": traceback.format_exc()}
     finally:
         with contextlib.suppress(AttributeError):
@@ -68,7 +78,20 @@ def served(job: dict[str, Any]) -> dict[str, Any]:
         cleanup_dist_env_and_memory()
 
 
+class Absent:
+    """A finder of modules that does not find hf_attn_swap."""
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        """Stop the search for this package."""
+        if name.partition(".")[0] == "hf_attn_swap":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 if __name__ == "__main__":
+    if "imported" in sys.argv:
+        import hf_attn_swap  # noqa: F401
+    if "absent" in sys.argv:
+        sys.meta_path.insert(0, Absent())  # type: ignore[arg-type]
     jobs, results = (Path(word) for word in sys.argv[1:3])
     done = []
     for job in json.loads(jobs.read_text()):
