@@ -7,17 +7,18 @@ which architecture: that class is imported where a model is built (`vllm_model.p
 from __future__ import annotations
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 
 from ..saved import shim
 
+TESTED = "0.32"
 MODEL = "hf_attn_swap.engines.vllm_model:SwappedForCausalLM"
 
 
 def register() -> None:
     """Tell vLLM which class runs converted language models. A second call changes nothing.
 
-    Raises:
-        ImportError: vLLM has no registry of models where it was.
+    vLLM itself goes on if it has no registry of models where it was: then it refuses converted models.
     """
     try:
         from vllm import ModelRegistry
@@ -25,7 +26,11 @@ def register() -> None:
         known = set(ModelRegistry.get_supported_archs())
         add = ModelRegistry.register_model
     except (ImportError, AttributeError) as missing:
-        raise ImportError(f"hf-attn-swap finds no registry of models in {version()}: {missing}.") from missing
+        logging.get_logger(__name__).error(
+            f"hf-attn-swap finds no registry of models in {version()} ({missing}), which therefore refuses converted "
+            f"models; install a vLLM that it was tested with ({TESTED})."
+        )
+        return
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     for name in sorted({shim.saved_name(each) for each in names if isinstance(each, str)} - known):
         add(name, MODEL)

@@ -20,18 +20,18 @@ from ..variants.outeffhop import OutEffHop
 from ..variants.sink import Sink
 from ..variants.window import Window
 from ..wiring import seam
-from .vllm import version
+from .vllm import TESTED, version
 
 try:
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.models.transformers import TransformersForCausalLM
 
-    _replace_modules = TransformersForCausalLM.recursive_replace
-    seam.add_engine("vllm", lambda core, path, swap: check(path, swap))
-except (ImportError, AttributeError, KeyError) as missing:
+    if not hasattr(TransformersForCausalLM, "recursive_replace"):
+        raise AttributeError("its class for models of transformers has no method recursive_replace")
+except (ImportError, AttributeError) as missing:
     raise ImportError(
         f"hf-attn-swap cannot serve by {version()}, which changed: {missing}. Install a vLLM that it was tested with "
-        '(docs/guides/elsewhere.md), or run the model by "hf-attn-swap run transformers serve".'
+        f'({TESTED}), or run the model by "hf-attn-swap run transformers serve FOLDER".'
     ) from missing
 
 OWN = ".attn_swap."
@@ -72,6 +72,9 @@ def _problem(swap: Swap) -> str | None:
         if swap.strength < 1:
             return "a window of a strength below 1 needs the scores of all keys; set the strength to 1"
     return None
+
+
+seam.add_engine("vllm", check)
 
 
 class SwappedForCausalLM(TransformersForCausalLM):  # type: ignore[misc]  # vLLM is not installed where types are checked

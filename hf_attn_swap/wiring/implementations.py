@@ -14,7 +14,7 @@ from torch import nn
 from ..layer.swap import Swap
 
 NAME = "hf_attn_swap"
-Check = Callable[[nn.Module, str, Swap], None]
+Check = Callable[[str, Swap], None]
 
 _CHECKS: dict[str, Check | None] = {NAME: None}
 
@@ -24,8 +24,8 @@ def accept(name: str, check: Check) -> None:
 
     Args:
         name: the name of the implementation in transformers.
-        check: is given each attention module, its path and its swap when a model is wired, and raises a ValueError for
-            a swap that the implementation cannot compute.
+        check: is given the path of each attention module and its swap before the swap is put in, and raises a
+            ValueError for a swap that the implementation cannot compute.
     """
     _CHECKS[name] = check
 
@@ -47,4 +47,4 @@ def check(core: nn.Module, path: str, swap: Swap) -> None:
         ValueError: it does not compute it.
     """
     if (engine := _CHECKS.get(core.config._attn_implementation)) is not None:  # type: ignore[union-attr,arg-type]  # one
-        engine(core, path, swap)
+        engine(path, swap)

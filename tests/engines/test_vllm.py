@@ -191,8 +191,24 @@ def test_weights_that_are_missing(serve: Any, tmp_path: Path) -> None:
     assert "gated.hidden.weight" in result["error"]
 
 
-def test_weights_in_8_bits(folders: Any, serve: Any) -> None:
-    (result,) = serve([dict(folder=str(folders("belief")), build=True, options=dict(quantization="fp8"))])
+def test_weights_in_8_bits(serve: Any, tmp_path: Path) -> None:
+    folder = save(converted("llama", dict(variant="belief")), tmp_path / "integers")
+    config = json.loads((folder / "config.json").read_text())
+    integers = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**integers, "strategy": "channel", "dynamic": False},
+        "input_activations": {**integers, "strategy": "token", "dynamic": True},
+    }
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (result,) = serve([dict(folder=str(folder), build=True)])
     assert "weights in 8 bits" in result["error"]
 
 
