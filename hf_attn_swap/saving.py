@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, initialization
 from .families import obstacle, sites, stock_class
 from .layer.swap import Swap
 from .saved import shim
-from .wiring import seam
+from .wiring import implementations, seam
 from .wiring.install import ATTRIBUTE, Installation, Record
 
 ABSENT = object()
@@ -63,7 +63,7 @@ def _in_patched_model(model: PreTrainedModel) -> bool:
 @contextlib.contextmanager
 def _written(config: PreTrainedConfig, block: dict[str, Any] | None) -> Iterator[None]:
     """Inside, a config has this block, or none, and the configs of the model's parts have none."""
-    wanted = {} if block is None else {"attn_swap": block, "attn_implementation": seam.NAME}
+    wanted = {} if block is None else {"attn_swap": block, "attn_implementation": implementations.NAME}
     changes = [
         (part, key, wanted.get(key, ABSENT) if part is config else ABSENT)
         for part in shim.parts(config)

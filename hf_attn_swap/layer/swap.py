@@ -359,21 +359,30 @@ class Swap(nn.Module):
         Raises:
             ValueError: the call has something that a variant cannot compute; the error says what.
         """
-        call.exact_strength = 1.0 if self.phase == Phase.FULL else self.strength_value
-        call.value = inputs.value
-        for name in self._preparing:
-            self._modules[name].prepare(call)  # type: ignore[union-attr,operator]  # the name of a fit
+        self.prepare(call, inputs.value)
         if self.replaces:
             return self._replaced(inputs, call, sdpa, want_weights)
         heads, weights = attend(self.places(), inputs, call, sdpa, want_weights)
-        if call.probe is not None:
-            heads = call.probe("context", heads)
+        if self._reader is not None or self._correcting or call.probe is not None:
+            heads = self.read(heads, call)
+        return heads, weights
+
+    def prepare(self, call: Call, value_BGKD: Tensor) -> None:
+        """Put into a call what the variants read: the strength, the values (B,G,K,D), and what fits give them."""
+        call.exact_strength = 1.0 if self.phase == Phase.FULL else self.strength_value
+        call.value = value_BGKD
+        for name in self._preparing:
+            self._modules[name].prepare(call)  # type: ignore[union-attr,operator]  # the name of a fit
+
+    def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
+        """Let the variant at the place `read`, and then the fits, change the heads: from (B,L,H,D) to (B,L,H,D)."""
+        heads = heads_BLHD if call.probe is None else call.probe("context", heads_BLHD)
         if self._reader is not None:
             reader: Any = self._modules[self._reader]
             heads = same_shape(reader, "read", heads, reader.read(heads, call))
         if self._correcting:
             heads = mix(heads, self._corrected(heads), call.strength_in(heads.dtype))
-        return heads, weights
+        return heads
 
     def _corrected(self, heads_BLHD: Tensor) -> Tensor:
         """The heads (B,L,H,D) with the fits that act on them."""

@@ -125,6 +125,15 @@ def without_code(config: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
+def as_read(config: dict[str, Any]) -> dict[str, Any]:
+    """The content of the config.json of a swapped model as a config of this process has it.
+
+    The shim's code is left out. The names of classes are those that no program has, also if an earlier version has
+    saved the model with the names of transformers.
+    """
+    return _renamed(without_code(config), saved_name)
+
+
 def without(config: dict[str, Any]) -> dict[str, Any]:
     """The content of a config.json as transformers knows it: its names of classes, and no entries of the shim."""
     made = _renamed(without_code(config), stock_name)

@@ -23,7 +23,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..functional.linear import without_autocast
-from .seam import NAME
+from .implementations import NAME
 from .state import CROPPED, Rows, State, removed
 
 

@@ -25,8 +25,9 @@ from ..families import stock_class
 from ..families.source import arguments
 from ..layer.swap import STOCK, Phase, Swap, Wiring
 from .cache import LinearState, cache_of, keep_all_keys
+from .implementations import NAME, accepted
 from .positions import rotated_from_first_seen
-from .seam import CALL, CONTEXT, LAYER, NAME, OF_KEYS, MaskWithContext, kind_of_masks, swap_of
+from .seam import CALL, CONTEXT, LAYER, OF_KEYS, MaskWithContext, kind_of_masks, swap_of
 from .state import State
 from .window_cache import WindowState
 
@@ -280,7 +281,7 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
     """
     swap = swap_of(core)
     chosen: str | None = core.config._attn_implementation  # type: ignore[assignment,union-attr]  # checked when patching
-    if chosen != NAME:
+    if not accepted(chosen):
         raise ValueError(
             f"{type(core).__name__} is swapped, but the model's attention implementation is now "
             f"{chosen!r}; keep {NAME!r}, or call unpatch_model first."

@@ -29,7 +29,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..families import Site, sites, stock_class
 from ..families.source import arguments, handed_on, returns_tuple, slices_unmasked
 from ..layer.swap import Phase, Swap
-from . import adapters, hooks, preconditions, seam
+from . import adapters, hooks, implementations, preconditions, seam
 from .blocks import BLOCKS, Block, Facts, swapped_class
 from .layers import Layer, layers_at, swaps_in
 from .placed import Placed, encoder_of, orders_of, places_of, takes_keywords
@@ -159,7 +159,9 @@ class Installation:
         return tuple(layer for layer in self.numbered() if layer.swapped)
 
     def start(self, model: nn.Module) -> None:
-        """Give a stock model its own copies of its configs, and set its attention implementation to `hf_attn_swap`.
+        """Give a stock model its own copies of its configs, and an attention implementation under which swaps compute.
+
+        This is `hf_attn_swap`, unless an engine builds the model and has set its own.
 
         Args:
             model: the model that the user passed: the root, or a wrapper around the root.
@@ -169,15 +171,17 @@ class Installation:
                 transformers is not as this package needs it. The model is then unchanged.
         """
         preconditions.check()
+        name = self.root.config._attn_implementation
+        name = name if name is not None and implementations.accepted(name) else implementations.NAME
         _own_configs(model)
         _drop_other_code(self.root)
         for module in model.modules():
             if isinstance(module, PreTrainedModel) and not module._supports_sdpa:
                 setattr(module.config, seam.MASKS, seam.EAGER)
-        self.root.set_attn_implementation(seam.NAME)
-        _name_copied_layers(self.root, self.sites)
+        self.root.set_attn_implementation(name)
+        _name_copied_layers(self.root, self.sites, name)
         for site in self.sites:
-            if site.core.config._attn_implementation != seam.NAME:  # type: ignore[union-attr]  # every core has one
+            if site.core.config._attn_implementation != name:  # type: ignore[union-attr]  # every core has one
                 self.remove(model)
                 raise ValueError(
                     f"{site.path}: transformers does not let this model change its attention; use the stock attention "
@@ -192,8 +196,11 @@ class Installation:
         A layer that already has a swap loses this swap.
 
         Raises:
-            ValueError: what a fit changed around a swap that leaves cannot be taken back. Nothing is changed then.
+            ValueError: what a fit changed around a swap that leaves cannot be taken back, or an engine that builds the
+                model cannot compute a swap. Nothing is changed then.
         """
+        for layer, swap in swaps.items():
+            implementations.check(layer.site.core, layer.path, swap)
         self._undo(layer for layer in swaps)
         for layer, swap in swaps.items():
             _detach(layer.site.core)
@@ -275,7 +282,7 @@ class Installation:
             swap.compute_at(swap.strength, never_off=carrying and swap.carries)
         before = self.root.config.__dict__.get("attn_swap")
         self.root.config.attn_swap = self.block()
-        self.root.config.attn_implementation = seam.NAME
+        self.root.config.attn_implementation = implementations.NAME
         moved = any(
             swap.wiring is not None and swap.wiring.path != layer.path
             for layer in self.layers()
@@ -504,13 +511,13 @@ def _own_configs(model: nn.Module) -> None:
             module.__dict__["config"] = copied
 
 
-def _name_copied_layers(root: PreTrainedModel, attention_sites: Iterable[Site]) -> None:
+def _name_copied_layers(root: PreTrainedModel, attention_sites: Iterable[Site], name: str) -> None:
     """Set the attention implementation in configs that belong to no model, such as that of a layer made by deepcopy."""
     of_models = {id(module.config) for module in root.modules() if isinstance(module, PreTrainedModel)}
     for site in attention_sites:
         config = site.core.__dict__.get("config")
         if isinstance(config, PreTrainedConfig) and id(config) not in of_models:
-            config._attn_implementation = seam.NAME
+            config._attn_implementation = name
 
 
 def _drop_other_code(root: PreTrainedModel) -> None:

@@ -1,7 +1,7 @@
 """Registers one attention function and one mask function with transformers; only this file uses these interfaces.
 
 Both functions are registered under the same names. If a name had no mask function, transformers would drop masks
-without an error.
+without an error. An engine with an attention function of its own gets a second attention function around it.
 Axes: B batch, H head, G key/value head, Q query, K key, D head width, E model width.
 """
 
@@ -18,12 +18,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from ..core.call import Call, ForwardContext, Geometry, Inputs
+from ..core.call import Call, ForwardContext, Geometry, Inputs, Three
 from ..core.masks import Masks
 from ..layer.compute import ORDINARY, ordinary, reference
 from ..layer.swap import STOCK, Phase, Swap
+from .implementations import NAME, Check, accept
 
-NAME = "hf_attn_swap"
 # Given to the stock SDPA function for keys that are repeated already: a module that tells of no groups of heads.
 _UNGROUPED = nn.Module()
 # Names of the keyword arguments that carry a call's context.
@@ -125,24 +125,44 @@ def attention_forward(
     inputs = _inputs(query, key, value, attention_mask, scaling, dropout, causal, kwargs, context)
     sdpa = functools.partial(_sdpa, module, inputs, kwargs)
     if swap is not None and swap.phase != Phase.OFF and not stock:
-        if call is None:
-            raise ValueError(
-                f"{type(module).__name__} is swapped, but its hooks did not run; call the module itself and not its "
-                "method .forward()."
-            )
-        call.used += 1
-        sizes, groups = swap.geometry, key.shape[1]
-        computed = query.shape[1], value.shape[3], value.shape[1], sizes.heads % groups
-        if computed != (sizes.heads, sizes.head_dim, groups, 0):
-            _refuse_sizes(module, sizes, query, key, value)
-        if swap.reads_input and (call.x.dim() != 3 or call.x.shape[:2] != (query.shape[0], query.shape[2])):
-            call.x = _rows_of_input(module, call.x, query)
-        heads, weights = swap(inputs, call, sdpa, want_weights)
+        heads, weights = swap(inputs, asked(module, swap, call, (query, key, value)), sdpa, want_weights)
         return heads.contiguous(), weights
     if want_weights or inputs.softcap is not None:
         heads, weights = reference(ORDINARY, inputs, Call(x=query, context=context))
         return heads.contiguous(), weights
     return ordinary(inputs, sdpa), None
+
+
+def asked(module: nn.Module, swap: Swap, call: Call | None, qkv: Three) -> Call:
+    """Note that the attention function was asked with the context of a call, and check this context.
+
+    Args:
+        module: the attention module.
+        swap: its swap, which computes.
+        call: the context that its hooks made, if they ran.
+        qkv: query (B,H,Q,D), key (B,G,K,D) and value (B,G,K,D).
+
+    Returns:
+        The call, with the rows of the input (B,Q,E) where the swap reads them.
+
+    Raises:
+        ValueError: the hooks did not run, the sizes differ from those that were found when the model was patched, or
+            the input does not have one row per query.
+    """
+    if call is None:
+        raise ValueError(
+            f"{type(module).__name__} is swapped, but its hooks did not run; call the module itself and not its "
+            "method .forward()."
+        )
+    call.used += 1
+    query, key, value = qkv
+    sizes, groups = swap.geometry, key.shape[1]
+    computed = query.shape[1], value.shape[3], value.shape[1], sizes.heads % groups
+    if computed != (sizes.heads, sizes.head_dim, groups, 0):
+        _refuse_sizes(module, sizes, query, key, value)
+    if swap.reads_input and (call.x.dim() != 3 or call.x.shape[:2] != (query.shape[0], query.shape[2])):
+        call.x = _rows_of_input(module, call.x, query)
+    return call
 
 
 def _inputs(
@@ -161,8 +181,7 @@ def _inputs(
     Raises:
         ValueError: the call has attention sinks, or the mask is neither bool nor of floating point.
     """
-    if kwargs.get("s_aux") is not None or kwargs.get("sinks") is not None:
-        raise ValueError(f"{NAME} cannot swap attention with attention sinks; use the stock attention for this model.")
+    _refuse_own_sinks(kwargs)
     if attention_mask is not None and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
         raise ValueError(
             f"{NAME}: an attention mask with the dtype {attention_mask.dtype} says neither what a query may see nor "
@@ -202,6 +221,16 @@ def _inputs(
         position_bias=kwargs.get("position_bias"),
         own_window=kwargs.get("sliding_window"),
     )
+
+
+def _refuse_own_sinks(kwargs: dict[str, Any]) -> None:
+    """Refuse an architecture that gives sinks of its own to the attention function.
+
+    Raises:
+        ValueError: it does.
+    """
+    if kwargs.get("s_aux") is not None or kwargs.get("sinks") is not None:
+        raise ValueError(f"{NAME} cannot swap attention with attention sinks; use the stock attention for this model.")
 
 
 def _sdpa(
@@ -309,6 +338,54 @@ def mask_for_swap(
         **kwargs,
     )
     return mask
+
+
+def add_engine(name: str, check: Check) -> None:
+    """Let swapped layers run under the attention function of an engine, which computes heads with a cache of its own.
+
+    The engine has registered its function with transformers already. Here, a function takes its place that calls it,
+    and then lets the swap change the heads.
+
+    Args:
+        name: the name of the engine's function in transformers.
+        check: as in `implementations.accept`: refuses swaps that act before the heads, unless the engine does it.
+
+    Raises:
+        KeyError: the engine has registered no such function.
+    """
+    AttentionInterface.register(name, functools.partial(_by_engine, AttentionInterface()[name]))
+    accept(name, check)
+
+
+def _by_engine(
+    engine: Any,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention by an engine's function, and what the swap of a module does to heads.
+
+    Returns:
+        The heads, in the shape that the engine gives, which holds those of (B,Q,H,D); and None.
+
+    Raises:
+        ValueError: as in `attention_forward`.
+    """
+    call: Call | None = kwargs.pop(CALL, None)
+    for name in (CONTEXT, LAYER, STOCK):
+        kwargs.pop(name, None)
+    heads: Tensor = engine(module, query, key, value, attention_mask, **kwargs)[0]
+    swap = swap_of(module)
+    if swap is None or swap.phase == Phase.OFF:
+        return heads, None
+    _refuse_own_sinks(kwargs)
+    call = asked(module, swap, call, (query, key, value))
+    swap.prepare(call, value)
+    rows = heads.reshape(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    return swap.read(rows, call).reshape(heads.shape), None
 
 
 AttentionInterface.register(NAME, attention_forward)

@@ -12,7 +12,7 @@ from transformers import Cache, GenerationConfig
 from hf_attn_swap import patch_model
 from hf_attn_swap.layer.registry import tiny_options
 from hf_attn_swap.wiring.cache import LinearState
-from hf_attn_swap.wiring.seam import NAME
+from hf_attn_swap.wiring.implementations import NAME
 from hf_attn_swap.wiring.state import CROPPED
 from tests import zoo
 from tests.harness.places import turns

@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.models.bert.modeling_bert import BertCrossAttention
 
 from hf_attn_swap import describe, patch_model, unpatch_model
-from hf_attn_swap.wiring import seam
+from hf_attn_swap.wiring.implementations import NAME
 from tests import zoo
 
 from .cells import DEEP, FAMILY_NAMES
@@ -129,14 +129,14 @@ def test_another_attention_chosen_after_patching(family: str, strength: float, o
     model.set_attn_implementation(other)
     with refused("is swapped", repr(other), "unpatch_model first"):
         forward(model, batch_of(family))
-    model.set_attn_implementation(seam.NAME)
+    model.set_attn_implementation(NAME)
     forward(model, batch_of(family))
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_module_that_was_never_patched(family: str) -> None:
     model = fresh(family)
-    model.set_attn_implementation(seam.NAME)
+    model.set_attn_implementation(NAME)
     with refused("the config asks for 'hf_attn_swap'", "patch_model"):
         forward(model, batch_of(family))
 
