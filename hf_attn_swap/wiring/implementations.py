@@ -16,7 +16,8 @@ from ..layer.swap import Swap
 NAME = "hf_attn_swap"
 Check = Callable[[str, Swap], None]
 
-_CHECKS: dict[str, Check | None] = {NAME: None}
+_CHECKS: dict[str | None, Check | None] = {NAME: None}
+accepted = _CHECKS.__contains__  # True if swapped layers run under the implementation of this name
 
 
 def accept(name: str, check: Check) -> None:
@@ -28,11 +29,6 @@ def accept(name: str, check: Check) -> None:
             ValueError for a swap that the implementation cannot compute.
     """
     _CHECKS[name] = check
-
-
-def accepted(name: str | None) -> bool:
-    """True if swapped layers run under this attention implementation."""
-    return name in _CHECKS
 
 
 def check(core: nn.Module, path: str, swap: Swap) -> None:

@@ -181,7 +181,8 @@ def _inputs(
     Raises:
         ValueError: the call has attention sinks, or the mask is neither bool nor of floating point.
     """
-    _refuse_own_sinks(kwargs)
+    if "s_aux" in kwargs or "sinks" in kwargs:
+        _refuse_own_sinks(kwargs)
     if attention_mask is not None and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
         raise ValueError(
             f"{NAME}: an attention mask with the dtype {attention_mask.dtype} says neither what a query may see nor "
@@ -381,7 +382,8 @@ def _by_engine(
     swap = swap_of(module)
     if swap is None or swap.phase == Phase.OFF:
         return heads, None
-    _refuse_own_sinks(kwargs)
+    if "s_aux" in kwargs or "sinks" in kwargs:
+        _refuse_own_sinks(kwargs)
     call = asked(module, swap, call, (query, key, value))
     swap.prepare(call, value)
     rows = heads.reshape(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
