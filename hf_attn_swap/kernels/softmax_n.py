@@ -131,21 +131,23 @@ def _scaled(
         if values is None:
             heads.mul_(share)
         else:
-            grouped = _grouped(heads, values)
-            torch.lerp(values.unsqueeze(1), grouped, _grouped(share, values), out=grouped)
+            grouped, grouped_share = _grouped(values, heads, share)
+            torch.lerp(values.unsqueeze(1), grouped, grouped_share, out=grouped)
         return heads, lse, kept
     total = _joined(lse, scores, log_n)[:, :, :queries].unsqueeze(-1)
     heads.mul_((lse_of_text - total).exp_())
     if values is not None:
         weights = (scores - total).exp_().to(heads.dtype)
-        _grouped(heads, values).add_(_grouped(weights, values) @ values.unsqueeze(1))
+        grouped, weights = _grouped(values, heads, weights)
+        grouped.add_(weights @ values.unsqueeze(1))
     return heads, lse, kept
 
 
-def _grouped(tensor: Tensor, values: Tensor) -> Tensor:
-    """(B,H,Q,...) as (B,G,H/G,Q,...), to meet the values (G,N,D) of the groups."""
-    groups = values.shape[0]
-    return tensor.view(tensor.shape[0], groups, tensor.shape[1] // groups, *tensor.shape[2:])
+def _grouped(values: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tensors (B,H,Q,...) as (B,G,H/G,Q,...), to meet the values (G,N,D) of the groups."""
+    batch, heads, *rest = first.shape
+    shape = batch, values.shape[0], heads // values.shape[0]
+    return first.view(*shape, *rest), second.view(*shape, *second.shape[2:])
 
 
 def _joined(lse: Tensor, scores: Tensor | None, log_n: float | Tensor) -> Tensor:
@@ -195,7 +197,7 @@ def _of_further(grad: Tensor, further: Further, heads: Tensor, total: Tensor) ->
         mean = (grad * heads).sum(-1, keepdim=True)
         if values is None:
             return -weights * mean, None
-        g, p = _grouped(grad, values), _grouped(weights, values)
+        g, p = _grouped(values, grad, weights)
         of_weights = (g @ values.to(wide).unsqueeze(1).mT).view_as(weights)
         of_values = (p.mT @ g).sum((0, 2)).to(values.dtype)
         return weights * (of_weights - mean), of_values
