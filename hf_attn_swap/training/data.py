@@ -106,6 +106,8 @@ def open_rows(
     """
     path, sliced = Path(source), split is not None and "[" in split
     is_file = path.is_file() or (path.suffix in READERS and not path.is_dir())
+    if is_file and not path.is_file():
+        raise ValueError(f"there is no file {source!r}.")
     if stream is None:
         stream = (in_order and not sliced and is_file and path.suffix in CLOSED) or _is_large(source, config)
     if sliced and stream:
@@ -186,8 +188,6 @@ def _is_large(source: str, config: str | None) -> bool:
 
 
 def _load_file(path: Path, split: str, *, stream: bool) -> Any:
-    if not path.is_file():
-        raise ValueError(f"there is no file {str(path)!r}.")
     if path.suffix not in READERS:
         raise ValueError(f"{str(path)!r}: the file must end in {', '.join(READERS)}.")
     options = {"delimiter": "\t"} if path.suffix == ".tsv" else {}

@@ -207,7 +207,7 @@ def test_the_card_of_a_folder(command: Command, tiny_llama: Path, long_texts: Pa
     assert "[`me/llama`](https://huggingface.co/me/llama) with its softmax attention replaced" in named
     assert "base_model: me/llama\n" in named
     wrong = command("convert", tiny_llama, "window", tmp_path / "wrong", *words, "--base-model", "no name")
-    assert "name must be a name" in wrong.err
+    assert "'no name'" in wrong.err
     assert "loading" not in wrong.err, "it is refused before the conversion"
 
 
