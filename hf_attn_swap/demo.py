@@ -139,7 +139,7 @@ def run_demo(
     stock = held_out_logits(control, test, tokenizer, "control").argmax(-1).tolist()
     accuracy = functools.partial(FUNCTIONS["accuracy"], test["labels"])
     print(f"control: fine-tuned on {train_size:,} labelled sentences, accuracy {accuracy(stock):.1%}")
-    figures = []
+    figures: list[dict[str, Any]] = []
     for name in names:
         patched = held_out_logits(patch_model(copy.deepcopy(control), name), test, tokenizer, f"{name}, as patched")
         start, converted = time.perf_counter(), copy.deepcopy(control)

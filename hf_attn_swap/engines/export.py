@@ -207,7 +207,7 @@ def _with_bias(module: nn.Module, path: str | None) -> nn.Linear:
         raise ValueError(
             f"{type(module).__name__} keeps no plain matrix that could take a calibration or a sink's value."
         )
-    if projection.bias is None:
+    if getattr(projection, "bias", None) is None:  # torch's types know no Linear without a bias
         projection.bias = nn.Parameter(projection.weight.new_zeros(projection.out_features))
     return projection
 
@@ -219,7 +219,7 @@ def _as_stock(model: PreTrainedModel, forms: Mapping[str, StockForm], windows: S
         ValueError: there is none.
     """
     weights = {name: tensor for name, tensor in model.state_dict().items() if ".attn_swap." not in name}
-    sinks = any(form.score is not None for form in forms.values())
+    sinks, heads = any(form.score is not None for form in forms.values()), model.config.num_attention_heads
     reasons = []
     if not sinks and (config := same_class(model, windows)) is not None:
         try:
@@ -232,7 +232,7 @@ def _as_stock(model: PreTrainedModel, forms: Mapping[str, StockForm], windows: S
         if sinks and target.sinks is None:
             continue
         try:
-            return _built(model, _empty(model, target, windows, weights), weights | _scores(target, forms))
+            return _built(model, _empty(model, target, windows, weights), weights | _scores(target, forms, heads))
         except ValueError as problem:
             reasons.append(f"{target.model_type}: {problem}")
     what = "sinks" if sinks else "these windows"
@@ -259,12 +259,15 @@ def _projections(layer: Layer) -> set[str]:
     return {f"{layer.path}.{path}" for path in (family.query, family.key, family.value, family.output) if path}
 
 
-def _scores(target: Target, forms: Mapping[str, StockForm]) -> dict[str, Tensor]:
+def _scores(target: Target, forms: Mapping[str, StockForm], heads: int) -> dict[str, Tensor]:
     """The scores of the sinks by the names of the target's parameters; very small ones in layers without a sink."""
-    return {} if target.sinks is None else {f"{path}.{target.sinks}": form.score for path, form in forms.items()}
+    if target.sinks is None:
+        return {}
+    none = torch.full((heads,), NO_SINK)
+    return {f"{path}.{target.sinks}": none if form.score is None else form.score for path, form in forms.items()}
 
 
-def _built(model: PreTrainedModel, made: PreTrainedModel, weights: Mapping[str, Tensor | None]) -> PreTrainedModel:
+def _built(model: PreTrainedModel, made: PreTrainedModel, weights: Mapping[str, Tensor]) -> PreTrainedModel:
     """A model like `made`, with these weights and with zeros for biases that the source does not have.
 
     Raises:
@@ -273,20 +276,16 @@ def _built(model: PreTrainedModel, made: PreTrainedModel, weights: Mapping[str, 
     places = made.state_dict()
     filled = {}
     for name, place in places.items():
-        given = weights.get(name)
-        if given is None:
-            if name in weights:
-                given = torch.full(place.shape, NO_SINK)
-            elif name.endswith(".bias"):
-                given = torch.zeros(place.shape)
-            else:
-                raise ValueError(f"it has {name}, which the model has not")
+        if name not in weights and not name.endswith(".bias"):
+            raise ValueError(f"it has {name}, which the model has not")
+        given = weights[name] if name in weights else torch.zeros(place.shape)
         if given.shape != place.shape:
             raise ValueError(f"its {name} is {tuple(place.shape)}, that of the model {tuple(given.shape)}")
         filled[name] = given.to(model.dtype)
-    if rest := sorted(name for name, tensor in weights.items() if tensor is not None and name not in places):
+    if rest := sorted(weights.keys() - places.keys()):
         raise ValueError(f"it has no place for {rest[0]}")
-    loaded: PreTrainedModel = type(made).from_pretrained(None, config=made.config, state_dict=filled, dtype=model.dtype)
+    load: Any = type(made).from_pretrained  # its types know no model without a name
+    loaded: PreTrainedModel = load(None, config=made.config, state_dict=filled, dtype=model.dtype)
     loaded.generation_config = copy.deepcopy(model.generation_config)
     return loaded.eval()
 

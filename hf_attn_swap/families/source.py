@@ -153,7 +153,7 @@ def borrows_unless(cls: Any) -> tuple[str, bool] | None:
                 continue
             for part in node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]:
                 denied = isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not)
-                named = part.operand if denied else part  # type: ignore[attr-defined]  # of a UnaryOp
+                named = part.operand if isinstance(part, ast.UnaryOp) and denied else part
                 if (attribute := _own(named)) is not None:
                     return attribute, wanted is not denied
     return None

@@ -282,7 +282,8 @@ class Swap(nn.Module):
         """The variants that change the steps between the scores and the heads."""
         if self._ordinary:
             return ORDINARY
-        return Places(*map(self._modules.get, self._steps), self.span, self.rule)  # type: ignore[arg-type]  # variants
+        variants: Any = map(self._modules.get, self._steps)
+        return Places(*variants, span=self.span, rule=self.rule)
 
     @property
     def replacement(self) -> Replacement | None:

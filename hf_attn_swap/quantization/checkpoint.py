@@ -51,7 +51,9 @@ def int8_loaded(model: M) -> M:
     symmetric = all(module.input_zero_point is None for module in loaded.values())
     dynamic = any(module.input_scale is None for module in loaded.values())
     for module in loaded.values():
-        if module.input_zero_point is None and not symmetric:  # one scheme describes them all
+        if (
+            module.input_zero_point is None and module.input_scale is not None and not symmetric
+        ):  # one scheme describes them all
             module.input_zero_point = torch.zeros_like(module.input_scale, dtype=torch.int8)
     replace(root, loaded)
     quantizer.remove_quantization_config(root)

@@ -45,7 +45,7 @@ class WindowState(State):
 
     def belongs_to(self, swap: Any) -> bool:
         """True for attention in a window of this size, with all keys in the same heads."""
-        return swap.keeps_window and swap.span == self.span
+        return bool(swap.keeps_window and swap.span == self.span)
 
     def joined(self, inputs: Inputs) -> tuple[Inputs, Held]:
         """The inputs of a call with the last keys in front of the current ones; and what is held of the earlier ones.

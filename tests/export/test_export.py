@@ -169,7 +169,7 @@ def test_a_wrong_folder_is_never_left(tmp_path: Path, monkeypatch: pytest.Monkey
     """If the loaded folder gives other logits than the converted model, nothing is written."""
     monkeypatch.setattr(
         "hf_attn_swap.engines.export._scores",
-        lambda target, forms: dict.fromkeys(f"{path}.{target.sinks}" for path in forms),
+        lambda target, forms, heads: {f"{path}.{target.sinks}": torch.full((heads,), -1e4) for path in forms},
     )
     with pytest.raises(ValueError, match="other logits"):
         export(patch_model(model(), "outeffhop"), tmp_path / "out")
