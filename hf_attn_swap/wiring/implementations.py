@@ -8,6 +8,7 @@ the engine cannot compute. Under any other implementation a converted model does
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -42,5 +43,6 @@ def check(core: nn.Module, path: str, swap: Swap) -> None:
     Raises:
         ValueError: it does not compute it.
     """
-    if (engine := _CHECKS.get(core.config._attn_implementation)) is not None:  # type: ignore[union-attr,arg-type]  # one
+    config: Any = core.config
+    if (engine := _CHECKS.get(config._attn_implementation)) is not None:
         engine(path, swap)
