@@ -287,7 +287,8 @@ def _built(model: PreTrainedModel, made: PreTrainedModel, weights: Mapping[str, 
     load: Any = type(made).from_pretrained  # its types know no model without a name
     loaded: PreTrainedModel = load(None, config=made.config, state_dict=filled, dtype=model.dtype)
     loaded.generation_config = copy.deepcopy(model.generation_config)
-    return loaded.eval()
+    loaded.eval()
+    return loaded
 
 
 def _bound(root: PreTrainedModel, forms: Sequence[StockForm]) -> float:

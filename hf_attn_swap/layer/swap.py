@@ -282,8 +282,9 @@ class Swap(nn.Module):
         """The variants that change the steps between the scores and the heads."""
         if self._ordinary:
             return ORDINARY
-        variants: Any = map(self._modules.get, self._steps)
-        return Places(*variants, span=self.span, rule=self.rule)
+        get: Any = self._modules.get  # the variants by their names; None has none
+        keys, carrier, normalizer, adjuster = map(get, self._steps)
+        return Places(keys, carrier, normalizer, adjuster, self.span, self.rule)
 
     @property
     def replacement(self) -> Replacement | None:
