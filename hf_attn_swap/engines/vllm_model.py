@@ -10,6 +10,7 @@ when the model is built. docs/mathematics.md, section Sinks. Axes: H head.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import reduce
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from ..layer.swap import Swap
 from ..variants.outeffhop import OutEffHop
 from ..variants.sink import Sink
+from ..variants.stock_form import StockForm
 from ..variants.window import Window
 from ..wiring import seam
 from .vllm import TESTED, version
@@ -181,20 +183,11 @@ class SwappedForCausalLM(TransformersForCausalLM):  # type: ignore[misc]  # vLLM
 
 
 def constant_score(swap: Swap) -> Tensor:
-    """The score (H,) of a key of value zero that stands for a swap's normalizer and sink.
-
-    The denominator of softmax_1 has s beside the keys, whose logarithm is a score; several such scores are one score,
-    the logarithm of the sum of their exponentials.
-    """
-    parts = []
-    strength = torch.tensor(swap.strength, dtype=torch.float64).log()
-    if swap.at("normalizer") is not None:
-        parts.append(strength.expand(swap.geometry.heads))
-    if isinstance(sink := swap.at("keys"), Sink):
-        _, _, score = sink.learned()
-        assert score is not None
-        parts.append(strength + score.detach().cpu().double()[:, 0])
-    return torch.stack(parts).logsumexp(0)
+    """The score (H,) of a key of value zero that stands for a swap's normalizer and sink."""
+    sinks = [variant for variant in swap.variants if not {"keys", "normalizer"}.isdisjoint(variant.changes)]
+    score = reduce(StockForm.with_sink_of, (variant.stock_form(swap.strength) for variant in sinks)).score
+    assert score is not None, "such variants have a score"
+    return score
 
 
 def _others(weights: Iterable[tuple[str, Tensor]], own: dict[str, dict[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
