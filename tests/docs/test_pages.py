@@ -87,6 +87,7 @@ def test_python_runs_as_written(page: str, models: Path, tmp_path: Path, monkeyp
     for name in ("tiny-bert", "tiny-llama"):
         (tmp_path / name).symlink_to(models / name)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "recipes")  # `from rotate import rotate` runs in this folder
     batch = torch.arange(48).view(4, 12)
     names: dict[str, object] = {
         "batches": [{"input_ids": batch}],

@@ -163,6 +163,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/run.py": (STEPS, CHOSEN, RESUMED),
     "conversion/selection.py": (CHOSEN, RECALLED, BY_HEADS),
     "conversion/sensitivity.py": (stage("conversion/test_sensitivity.py"), RECALLED, BY_HEADS),
+    "conversion/engine_form.py": (stage("conversion/test_engine_form.py"),),
     "conversion/sink.py": (ABSORB, ABSORBED),
     "conversion/smooth.py": (SMOOTH,),
     "conversion/split.py": (READING, LEAVES, REFUSED),

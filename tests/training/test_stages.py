@@ -46,8 +46,8 @@ def test_values_of_a_stage() -> None:
     for given, names in (("value", ("value",)), (["query", "key"], ("query", "key"))):
         (stage,) = read_stages([json.dumps({"stage": "distil", "trainable": given})])
         assert stage == Distil(trainable=names)
-    (stage,) = read_stages(['{"stage": "calibrate", "fit": "gain", "source": "simpletron_resl"}'])
-    assert stage == Calibrate(fit="gain", source="simpletron_resl")
+    (stage,) = read_stages(['{"stage": "calibrate", "fit": "gain"}'])
+    assert stage == Calibrate(fit="gain")
     assert stage.recorded == "gain"
 
 
