@@ -267,6 +267,7 @@ def forget(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return args, {name: None if isinstance(value, transformers.Cache) else value for name, value in kwargs.items()}
 
 
+@pytest.mark.slow
 def test_a_walk_goes_on_from_its_file(tmp_path: Path) -> None:
     """What a file of outcomes holds is not run again."""
     file = tmp_path / "outcomes.jsonl"

@@ -89,6 +89,7 @@ def test_an_interrupt_is_one_word(command: Command, tiny_bert: Path, monkeypatch
     assert outcome.err.splitlines()[1:] == ["interrupted"]
 
 
+@pytest.mark.slow
 def test_only_debug_shows_a_traceback() -> None:
     """No variable of the environment does. The traceback is Python's own, which shows no values of variables."""
     names = ("DEBUG", "HF_ATTN_SWAP_DEBUG", "_TYPER_STANDARD_TRACEBACK", "TYPER_STANDARD_TRACEBACK", "HF_DEBUG")

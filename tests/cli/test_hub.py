@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hf_attn_swap import list_variants
 from tests.harness.hub import READER, WRITER, Hub
 
@@ -31,6 +33,7 @@ def swapped(folder: Path) -> list[str]:
     return [swap["variant"] for swap in json.loads((folder / "config.json").read_text())["attn_swap"]["swaps"]]
 
 
+@pytest.mark.slow
 def test_a_private_repository_and_its_branch(
     command: Callable[..., Any], tiny_bert: Path, labelled_texts: Path, tmp_path: Path
 ) -> None:

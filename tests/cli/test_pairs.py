@@ -44,7 +44,7 @@ def test_evaluate_reads_both_columns(command: Command, tiny_bert: Path, pairs: P
     assert accuracy == pytest.approx(sum(right) / len(right))
 
 
-@pytest.mark.parametrize("factor", [1, 0.5, -1], ids=["whole numbers", "fractions", "numbers below 0"])
+@pytest.mark.parametrize("factor", [1, -0.5], ids=["whole numbers", "fractions below 0"])
 def test_a_regression_has_a_rank_correlation(command: Command, tiny_bert: Path, tmp_path: Path, factor: float) -> None:
     """As models of the likeness of two sentences."""
     model = AutoModelForSequenceClassification.from_pretrained(tiny_bert, num_labels=1, ignore_mismatched_sizes=True)

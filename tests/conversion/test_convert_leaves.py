@@ -159,6 +159,7 @@ def test_arguments_that_the_conversion_sets_itself(tmp_path: Path) -> None:
     assert same(weights(model), weights(plain))
 
 
+@pytest.mark.slow
 def test_a_compiled_model() -> None:
     """It runs the converted model afterwards, although it was compiled for the stock model."""
     model, plain = stock("bert"), stock("bert")

@@ -82,6 +82,7 @@ def test_every_marker_has_a_table_and_links_to_runs_lead_to_their_pages() -> Non
         on_page_markdown("<!-- table: sped -->", _Page())
 
 
+@pytest.mark.slow
 def test_every_link_to_a_run_has_its_page() -> None:
     pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra docs)")
     from docs.hooks import generated_pages, on_page_markdown

@@ -22,7 +22,11 @@ TOKENIZER = BertTokenizer(
 )
 
 
-@pytest.mark.parametrize("name", sorted(FIGURES))
+FAST = ("clustering", "single-head")  # the others differ in their settings alone
+CASES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in sorted(FIGURES)]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_every_figure(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drawing, "FRAMES", 11)
     model = fresh("albert", torch.float32) if name in TRAINED else None

@@ -76,6 +76,7 @@ def test_checkpointing(name: str, variant: str, reentrant: bool) -> None:
         run_all(model, batch_of(name))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_forget_graphs")
 @pytest.mark.parametrize(("name", "variant"), list(zip(FAMILIES, KINDS, strict=True)))
 def test_compiled(name: str, variant: str) -> None:
@@ -101,6 +102,7 @@ def test_compiled_layer_by_layer() -> None:
         forward(model, batch_of("llama"))
 
 
+@pytest.mark.slow
 def test_sharded() -> None:
     """`fully_shard` (FSDP2) over two processes, in fp32 and with parameters in bf16."""
     python("-m", "tests.lifecycle.guard_fsdp_child")

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.harness.hub import Hub
 from tests.harness.recipes import RECIPES, needs_recipes
 
@@ -16,6 +18,7 @@ PUSH = ("--push_to_hub", "true", "--hub_model_id")
 pytestmark = needs_recipes
 
 
+@pytest.mark.slow
 def test_pushed_with_its_card(tiny: Path, tmp_path: Path) -> None:  # noqa: F811  # the fixture
     words = options(tiny, tmp_path / "out", "--variant", "belief_star", "--save_strategy", "no", *PUSH, "me/tiny")
     command = [sys.executable, str(RECIPE), *words]

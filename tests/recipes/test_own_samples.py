@@ -57,6 +57,7 @@ def test_samples_follow_the_model(tiny_lm: Path, samples: Path) -> None:
     assert own < other - 0.1
 
 
+@pytest.mark.slow
 def test_curve(tiny_lm: Path, samples: Path, tmp_path: Path, monkeypatch: Any) -> None:
     out = tmp_path / "curve.json"
     words = ["--model", str(tiny_lm), "--data", str(samples), "--tokens", "20480", "--rows", "8", "--out", str(out)]

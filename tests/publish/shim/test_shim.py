@@ -50,6 +50,7 @@ def loads(name: str, variant: str, folder: Path, in_shards: bool) -> None:
     assert (len(list(saved.glob("*.safetensors"))) > 1) == in_shards
 
 
+@pytest.mark.slow
 def test_every_family(tmp_path: Path) -> None:
     """The three kinds of variants take turns; every second checkpoint is in shards."""
     for place, name in enumerate(FAMILY_NAMES):
