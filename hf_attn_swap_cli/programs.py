@@ -53,8 +53,9 @@ def export(
     from hf_attn_swap.publish.checkpoint import hub_arguments, load_checkpoint, processor_of
 
     say = told(quiet)
-    if out.exists():
-        raise ValueError(f"{out} exists; name a folder that does not exist.")
+    for path in (out, gguf):
+        if path is not None and path.exists():
+            raise ValueError(f"{path} exists; name a path that does not exist.")
     converter = None if gguf is None else find_converter(llama_cpp)
     say(f"loading {model}")
     loaded = load_checkpoint(model, device="cpu", dtype=dtype, revision=revision, token=token)

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..conversion.merge import merge_calibration
+from ..core.kind import Kind
 from ..families import stock_class
 from ..layer.fitted import HEADS
+from ..measuring.positions import max_positions
 from ..patch import need_installation
 from ..variants.stock_form import StockForm
 from ..wiring.layers import Layer
@@ -66,7 +68,7 @@ class Exported:
 def export(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Exported:
     """Write a converted model as an ordinary folder of transformers, which vLLM, llama.cpp and others load.
 
-    The folder has no trace of this package. The model stays as it is; it is copied once in memory.
+    The folder has no trace of this package. The model stays as it is; it is copied twice in memory, once in fp32.
 
     Args:
         model: a patched language model with causal order. `outeffhop`, `sink` with constant scores, `window` without
@@ -115,7 +117,7 @@ def stock_model(model: nn.Module) -> tuple[PreTrainedModel, tuple[StockForm, ...
     """
     installation = need_installation(model)
     root = installation.root
-    _check(root)
+    _check(root, installation.numbered())
     forms = {layer.path: _form(layer) for layer in installation.numbered()}
     try:
         windows = windows_of(root.config, list(forms.values()))
@@ -126,11 +128,16 @@ def stock_model(model: nn.Module) -> tuple[PreTrainedModel, tuple[StockForm, ...
     return made, tuple(replace(form, window=window) for form, window in both)
 
 
-def _check(root: PreTrainedModel) -> None:
-    """Refuse a model whose weights are not all here as plain matrices, and one that reads no tokens."""
+def _check(root: PreTrainedModel, layers: Iterable[Layer]) -> None:
+    """Refuse a model whose weights are not all here as plain matrices, and one that is no causal model of one text.
+
+    Raises:
+        ValueError: it is such a model.
+    """
     name = type(root).__name__
-    if root.main_input_name != "input_ids" or root.config.is_encoder_decoder:
-        raise ValueError(f"{name} is not a model of one text; only such models can be exported.")
+    decoder = all(layer.site.kind is Kind.DECODER for layer in layers) and not root.config.is_encoder_decoder
+    if root.main_input_name != "input_ids" or not decoder:
+        raise ValueError(f"{name} is no causal model of one text, and only such models can be exported.")
     if getattr(root, "hf_quantizer", None) is not None or any(hasattr(part, "base_layer") for part in root.modules()):
         raise ValueError(
             f"{name} has adapters or rounded weights; call merge_and_unload, or export before the weights are rounded."
@@ -286,7 +293,8 @@ def _built(model: PreTrainedModel, made: PreTrainedModel, weights: Mapping[str, 
         raise ValueError(f"it has no place for {rest[0]}")
     load: Any = type(made).from_pretrained  # its types know no model without a name
     loaded: PreTrainedModel = load(None, config=made.config, state_dict=filled, dtype=model.dtype)
-    loaded.generation_config = copy.deepcopy(model.generation_config)
+    if loaded.can_generate():
+        loaded.generation_config = copy.deepcopy(model.generation_config)
     loaded.eval()
     return loaded
 
@@ -304,7 +312,7 @@ def _compare(root: PreTrainedModel, folder: Path, work: Path, window: int, bound
     Raises:
         ValueError: the folder cannot be loaded there, or its logits differ by more than the bound.
     """
-    length = min(max(LENGTH, 2 * window), root.config.max_position_embeddings)
+    length = min(max(LENGTH, 2 * window), max_positions(root) or sys.maxsize)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(root.config.vocab_size, (ROWS, length), generator=generator)
     given, result = work / "inputs.safetensors", work / "logits.safetensors"
@@ -326,8 +334,11 @@ def _compare(root: PreTrainedModel, folder: Path, work: Path, window: int, bound
         wanted = wide(input_ids=ids, use_cache=False, return_dict=True)[0]
     difference = float((got - wanted).abs().max() / wanted.abs().max())
     if not difference <= bound:
+        half = (
+            "" if root.dtype == torch.float32 else "; in float32 less is rounded: load the model so (--dtype float32)"
+        )
         raise ValueError(
             f"the exported model gives other logits: they differ by {difference:.1e} of the largest, more than "
-            f"{bound:g}; nothing was written."
+            f"{bound:g}; nothing was written{half}."
         )
     return difference

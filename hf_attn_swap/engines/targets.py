@@ -8,7 +8,7 @@ Axes: H head.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import transformers
@@ -44,26 +44,16 @@ class Target:
     windowed: bool = False
 
 
-# In the order in which they are tried. vLLM and llama.cpp have the first two.
-TARGETS = (
-    Target(
-        model_type="granite_swa",
-        since="5.15",
-        sinks="sinks",
-        biases=True,
-        scaling="attention_multiplier",
-        windowed=True,
-    ),
-    Target(
-        model_type="granitemoe_swa",
-        since="5.15",
-        sinks="sinks",
-        biases=True,
-        scaling="attention_multiplier",
-        windowed=True,
-    ),
-    Target(model_type="cwm", since="4.57"),
+# `TARGETS` are in the order in which they are tried. vLLM and llama.cpp ran the first one.
+GRANITE = Target(
+    model_type="granite_swa",
+    since="5.15",
+    sinks="sinks",
+    biases=True,
+    scaling="attention_multiplier",
+    windowed=True,
 )
+TARGETS = (GRANITE, replace(GRANITE, model_type="granitemoe_swa"), Target(model_type="cwm", since="4.57"))
 
 
 def own_windows(config: PreTrainedConfig, layers: int) -> list[int | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from hf_attn_swap import export, list_variants, patch_model, set_strength
 from hf_attn_swap.conversion import calibrate
 from hf_attn_swap.doctor import matter
+from hf_attn_swap.engines import targets
 from hf_attn_swap.engines.export import stock_model
 from hf_attn_swap.engines.gguf import find_converter, write_gguf
 from hf_attn_swap.layer.registry import tiny_options
@@ -32,6 +34,7 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "granite": ("Granite", MULTIPLIERS),
 }
+ENCODER = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 LEAVE = ("softmax", "outeffhop")  # variants that leave with their default options
 
 
@@ -157,6 +160,44 @@ def test_norms_of_queries_and_keys() -> None:
         stock_model(patch_model(model("Qwen3"), "outeffhop"))
 
 
+def test_a_mixture_of_experts() -> None:
+    experts = model("GraniteMoe", num_local_experts=4, num_experts_per_tok=2, **MULTIPLIERS)
+    assert type(exact(patch_model(experts, "outeffhop"))).__name__ == "GraniteMoeSWAForCausalLM"
+
+
+def test_windows_leave_without_a_class_with_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older transformers has Cwm alone, which has windows, and neither sinks nor biases."""
+    monkeypatch.setattr("hf_attn_swap.engines.export.TARGETS", targets.TARGETS[-1:])
+    converted = patch_model(model(), "window", window=8, sinks=0)
+    assert type(exact(converted)).__name__ == "CwmForCausalLM"
+    with pytest.raises(ValueError, match="with sinks"):
+        stock_model(patch_model(model(), "outeffhop"))
+
+
+def test_an_encoder_is_refused() -> None:
+    bert = T.BertForMaskedLM(T.BertConfig(**{name: SMALL[name] for name in ENCODER}))
+    for variant in ("softmax", "outeffhop"):
+        with pytest.raises(ValueError, match="causal"):
+            stock_model(patch_model(bert, variant))
+
+
+@pytest.mark.slow
+def test_half_precision(tmp_path: Path) -> None:
+    """What is folded rounds once more; what is not folded stays exact."""
+    model().save_pretrained(tmp_path / "stock")
+    load: Any = partial(T.AutoModelForCausalLM.from_pretrained, tmp_path / "stock", dtype=torch.bfloat16)
+    exported = export(patch_model(load(), "outeffhop"), tmp_path / "plain")
+    assert exported.difference < 1e-4
+    converted = drawn(patch_model(load(), "sink", kind="score_value"))
+    with pytest.raises(ValueError, match="--dtype float32"):  # values as large as these round too much
+        export(converted, tmp_path / "folded")
+    for swap in (module for module in converted.modules() if isinstance(module, Swap)):
+        swap.sink.learned.value.data.mul_(0.1)
+    folded = export(converted, tmp_path / "folded")
+    assert 1e-4 < folded.difference < torch.finfo(torch.bfloat16).eps
+    assert T.AutoConfig.from_pretrained(tmp_path / "folded").dtype == torch.bfloat16
+
+
 def test_another_architecture_is_refused() -> None:
     gpt2 = T.GPT2LMHeadModel(T.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=64))
     with pytest.raises(ValueError, match=r"no class .* with sinks"):
@@ -207,6 +248,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert texts[0] == texts[1]
     assert run(["export", str(converted), str(out)]) == 2
     assert "exists" in capsys.readouterr().err
+    (tmp_path / "model.gguf").write_text("mine")
+    assert run(["export", str(converted), str(tmp_path / "again"), "--gguf", str(tmp_path / "model.gguf")]) == 2
+    assert "model.gguf exists" in capsys.readouterr().err
     assert run(["export", str(out), str(tmp_path / "again")]) == 2
     assert "no converted model" in capsys.readouterr().err
     assert run(["export", str(tmp_path / "nothing"), str(tmp_path / "again")]) == 2
