@@ -145,7 +145,7 @@ def with_options(folders: Any, serve: Any) -> dict[tuple[str, str], Any]:
     jobs = [
         dict(
             folder=str(folders(name)),
-            prompts=PROMPTS[:4] if option == "long" else PROMPTS,
+            prompts=PROMPTS[-4:] if option == "long" else PROMPTS,
             tokens=200 if option == "long" else 16,
         )
         | dict(options=OPTIONS.get(option, {}))
@@ -157,7 +157,7 @@ def with_options(folders: Any, serve: Any) -> dict[tuple[str, str], Any]:
 @pytest.mark.parametrize("option", [*OPTIONS, "long"])
 @pytest.mark.parametrize("name", LONG)
 def test_options(name: str, option: str, folders: Any, with_options: Any) -> None:
-    prompts = PROMPTS[:4] if option == "long" else PROMPTS
+    prompts = PROMPTS[-4:] if option == "long" else PROMPTS
     found = compare(folders(name), prompts, with_options[name, option])
     assert (found["cached"] == 0) == (option == "no cache of prefixes")
 
