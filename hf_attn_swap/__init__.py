@@ -1,5 +1,6 @@
 """Swap the attention of a loaded pretrained Hugging Face model, exactly."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import functional, loading  # noqa: F401  # importing `loading` lets from_pretrained rebuild a saved swap
@@ -28,21 +29,23 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import `convert`, `quantize`, `export` and `layer_sensitivity` when first used: they need the extra `train`.
+# Where the functions are that need the extra `train`, or are slow to import.
+_LATER = {
+    "convert": ".conversion.convert",
+    "quantize": ".conversion.quantize",
+    "export": ".engines.export",
+    "layer_sensitivity": ".conversion.sensitivity",
+}
 
-    For this reason `__all__` leaves them out, so that `from hf_attn_swap import *` works without the extra.
+
+def __getattr__(name: str) -> Any:
+    """Import `convert`, `quantize`, `export` and `layer_sensitivity` when first used.
+
+    For this reason `__all__` leaves them out, so that `from hf_attn_swap import *` works without the extra `train`.
     """
-    if name not in ("convert", "quantize", "export", "layer_sensitivity"):
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from .conversion import convert, quantize, sensitivity
-        from .engines import export
+        return getattr(import_module(_LATER[name], __name__), name)
     except ModuleNotFoundError as missing:
         raise ImportError(f'{name} needs {missing.name}: pip install "hf-attn-swap[train]"') from missing
-    return {
-        "convert": convert.convert,
-        "quantize": quantize.quantize,
-        "export": export.export,
-        "layer_sensitivity": sensitivity.layer_sensitivity,
-    }[name]

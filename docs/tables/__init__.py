@@ -25,6 +25,7 @@ from .conversions import (
     layers_table,
 )
 from .eight_bits import eight_bits_table, largest_table
+from .engines import engines_table
 from .memory import bags_table, recall_table
 from .names import canonical_label
 from .overview import results_table
@@ -147,6 +148,7 @@ TABLES = {
     "variants": variants_table,
     "published": published_table,
     "minutes": minutes_table,
+    "engines": engines_table,
     "conversion": conversion_table,
     "results": results_table,
     "scratch": scratch_table,

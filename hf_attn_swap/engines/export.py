@@ -271,7 +271,8 @@ def _scores(target: Target, forms: Mapping[str, StockForm], heads: int) -> dict[
     if target.sinks is None:
         return {}
     none = torch.full((heads,), NO_SINK)
-    return {f"{path}.{target.sinks}": none if form.score is None else form.score for path, form in forms.items()}
+    scores = {path: none if form.score is None else form.score for path, form in forms.items()}
+    return {f"{path}.{target.sinks}": score.clone() for path, score in scores.items()}  # no tensor for two layers
 
 
 def _built(model: PreTrainedModel, made: PreTrainedModel, weights: Mapping[str, Tensor]) -> PreTrainedModel:
