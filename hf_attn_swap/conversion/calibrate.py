@@ -1,18 +1,29 @@
 """Fits the heads of a swapped attention to the heads of softmax attention, with which its weights were trained.
 
-A are the variant's heads at strength 1, and R are the heads that it should give on the same input (`target.py`). Each
-head is fitted by least squares, in one of two ways:
+A are the variant's heads at strength 1, and R are the heads that it should give on the same input. Each head is fitted
+by least squares, in one of two ways:
 
     gain:  g_h = <A_h, R_h> / <A_h, A_h>
     map:   [M_h; b_h] = argmin ||A_h M_h + b_h - R_h||^2
 
 The normal equations are summed in fp64, and padding is left out. Every layer reads the activations of the original
-model, so one pass over the batches fits all layers. The alternative is to fit the layers in order, each on the output
-of the fitted layers below. That takes a pass per layer, and it was not better on MiniLM. The squared error of the last
-hidden states, in order and in one pass: 0.463 and 0.445 (simpletron_resl), 0.171 and 0.178 (modern_hopfield), 0.106 and
-0.116 (belief).
+model, so one pass over the batches fits all layers. To fit the layers in order, each on the output of the fitted layers
+below, takes a pass per layer, and it was not better on MiniLM.
+
+What R is. A layer with input x gives c x + m Z, where Z is W_o(heads), or the heads themselves if the variant does not
+use W_o. Z' = W_o(Y) is what the weights were trained for, with the heads Y of softmax attention. The wanted Z is f Z':
+
+    pre-LayerNorm:   m Z = Z', so f = 1 / m
+    post-LayerNorm:  LN(x + c x + m Z) = LN(x + Z'), so f = (1 + c) / m
+
+Z and Z' both contain the bias b_o. So Z = f Z' holds for the heads R = f Y + (f - 1) W_o^-1 b_o.
+W_o^-1 may be damped, see `Target.offset`.
+
+The fit of an exported model is folded into the weights (`merge_calibration`):
+(A_h M_h + b_h) W_o,h = A_h (M_h W_o,h) + b_h W_o,h. The matrix M_h W_o,h replaces the rows W_o,h of the head, and
+b_h W_o,h is added to b_o. This is exact at strength 1 alone.
 The method is this package's own; docs/mathematics.md, section Calibration. The gain supplies the scale that SimpleTRON
-leaves out. Axes: B batch, L token, H head, D head width, E model width.
+leaves out. Axes: B batch, L token, H head, D head width, E model width, I input width of W_o.
 """
 
 from __future__ import annotations
@@ -20,29 +31,164 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from ..core.call import Call, Geometry
+from ..core.call import Call, DeviceAndDtype, Geometry
+from ..families import Site
 from ..layer.calibration import FITS, Calibration, check_fit
-from ..layer.fitted import CALL, sentences
+from ..layer.fitted import HEADS
 from ..layer.registry import parse
-from ..layer.swap import Phase
+from ..layer.swap import Phase, Swap
 from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, refuse_other_tokens, token_mask
 from ..patch import need_installation, softmax_swaps
 from ..text.bar import bar
 from ..text.table import Table
 from ..variants.softmax import Softmax
+from ..wiring.device_and_dtype import device_and_dtype
 from ..wiring.install import Installation
+from ..wiring.layers import Layer
 from .rows import TOKENS, Rows
 from .run import Run
-from .stages import Calibrate
-from .target import Target
 from .value_scale import scale_values
+
+WELL_CONDITIONED = 1e3  # up to this condition number, W_o is inverted exactly
+DAMPING = 0.01  # of the inverse of W_o, as a share of its largest singular value
+
+
+@dataclass(frozen=True)
+class Target:
+    """The target of one layer.
+
+    Attributes:
+        layer: the swapped layer, whose heads are fitted.
+        source: softmax attention, with which the weights were trained.
+        constant: True if the fit has a bias (a map), False if it has none (a gain).
+
+    Raises:
+        ValueError: the variant's output does not contain the heads (m = 0), so there is nothing to fit.
+    """
+
+    layer: Layer
+    source: Swap
+    constant: bool = True
+
+    def __post_init__(self) -> None:
+        if _shares(self.swap)[1] == 0:
+            raise ValueError(
+                f"{'+'.join(self.swap.names)} with these options drops the read-out, so nothing can be calibrated; "
+                "choose other options (modern_hopfield: alpha below 1)."
+            )
+
+    @property
+    def site(self) -> Site:
+        """The attention block."""
+        return self.layer.site
+
+    @property
+    def swap(self) -> Swap:
+        """The swapped attention."""
+        return self.layer.swap
+
+    @property
+    def projection(self) -> nn.Module:
+        """The module of W_o."""
+        assert self.site.family.output is not None
+        return self.site.container.get_submodule(self.site.family.output)
+
+    @property
+    def device_and_dtype(self) -> DeviceAndDtype:
+        """The device and the dtype of the layer."""
+        return device_and_dtype(self.site.container, self.site.core)
+
+    @property
+    def factor(self) -> float:
+        """f: the multiple of the source's Z' that the swapped layer should give."""
+        skip, share = _shares(self.swap)
+        return (1 + skip if self.site.family.post_norm else 1.0) / share
+
+    @property
+    def left(self) -> float:
+        """The multiple of the input that the swap adds and that no fit can undo; 0 in a post-LayerNorm block."""
+        return 0.0 if self.site.family.post_norm else _shares(self.swap)[0]
+
+    def wanted(self, heads_BLHD: Tensor) -> Tensor:
+        """Return the wanted heads R (B,L,H,D) of the swapped layer, from the heads (B,L,H,D) of the source."""
+        flat = heads_BLHD.flatten(2)
+        if self.swap.keeps_projection:
+            return (self.factor * flat + self.offset).view_as(heads_BLHD)
+        through: Tensor = self.projection(flat)
+        return (self.factor * through).view_as(heads_BLHD)
+
+    @cached_property
+    def offset(self) -> Tensor | float:
+        """(f - 1) W_o^-1 b_o, of width H D: the constant part of R; 0 for a gain, which has no constant.
+
+        The inverse is damped where W_o is not well conditioned. W_o of a ViT has directions that are a million times
+        weaker than others: a constant that reached b_o through them would be thousands of times larger than the heads,
+        and no training could move W_o.
+        """
+        if not self.constant or self.factor == 1:
+            return 0.0
+        width = self.swap.geometry.heads * self.swap.geometry.head_dim
+        readable = is_matrix(self.projection)
+        weight, bias = (
+            output_matrix(self.projection) if readable else _probed(self.projection, width, self.device_and_dtype)
+        )
+        if bias is None:
+            return 0.0
+        weight = weight.detach().cpu().double().T
+        left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
+        damping = DAMPING * sizes[0] if sizes[0] > WELL_CONDITIONED * sizes[-1] else 0.0
+        damped = sizes / (sizes.square() + damping**2)
+        constant = right.T @ (damped * (left.T @ bias.detach().cpu().double()))
+        offset: Tensor = (self.factor - 1) * constant.to(bias)
+        return offset
+
+
+def is_matrix(projection: nn.Module) -> bool:
+    """Return True if the weight can be read as a matrix of floating-point numbers.
+
+    Offloaded weights are on the meta device until their module is called. Weights quantised to 4 bits are bytes.
+    """
+    weight = projection.weight
+    return isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2 and not weight.is_meta
+
+
+PROBE = 256.0  # large, so that adding the bias loses few digits of the matrix; a power of two divides exactly
+
+
+@torch.no_grad()
+def _probed(projection: nn.Module, width: int, at: DeviceAndDtype) -> tuple[Tensor, Tensor | None]:
+    """Return the matrix (width,E) and the bias (E,) of an affine map, from its outputs on the rows of an identity."""
+    bias = projection(torch.zeros(1, width, device=at.device, dtype=at.dtype))
+    probes = PROBE * torch.eye(width, device=at.device, dtype=at.dtype)
+    return (projection(probes) - bias) / PROBE, bias[0]
+
+
+def output_matrix(projection: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return the weight of a projection as (input width, output width), a view of the parameter, and its bias."""
+    weight = projection.weight
+    bias = getattr(projection, "bias", None)
+    assert isinstance(weight, Tensor)
+    assert bias is None or isinstance(bias, Tensor)
+    if isinstance(projection, nn.Linear):
+        return weight.T, bias
+    return weight, bias  # a Conv1D stores its weight as (input width, output width)
+
+
+def _shares(swap: Swap) -> tuple[float, float]:
+    """Return (c, m) of the layer's output c x + m Z at strength 1."""
+    for variant in swap.variants:
+        if variant.shares != (0.0, 1.0):
+            return variant.shares
+    return 0.0, 1.0
+
 
 TINY = 0.01  # a skip of less than this share of the input is not worth a sentence
 HEADER = ("layer", "module", "R2 before", "R2 after", "worst head", "negative gains")
@@ -376,7 +522,7 @@ def fit_heads(run: Run) -> None:
     config = run.config
     if config.fit is None or (config.fit not in FITS and (run.within or parse(config.variant) == (Softmax,))):
         return
-    batches = _first_batches(run.rows, _calibration_rows(run.rows), 1 if config.low_memory else ROWS_AT_A_TIME)
+    batches = first_batches(run.rows, _calibration_rows(run.rows), 1 if config.low_memory else ROWS_AT_A_TIME)
     if config.fit in FITS:
         run.apply(f"fit: {config.fit}", partial(calibrate, run.model, batches, fit=config.fit, progress=run.progress))
         return
@@ -389,20 +535,7 @@ def fit_heads(run: Run) -> None:
     run.best_of("fit", candidates, unchanged=NO_FIT)
 
 
-def calibrate_stage(run: Run, stage: Calibrate, name: str) -> None:
-    """Calibrate by a stage of a recipe."""
-
-    def work() -> None:
-        batches = _first_batches(run.rows, stage.rows, run.args.train_batch_size)
-        report = calibrate(run.model, batches, fit=stage.fit, progress=run.progress)
-        first = [copies[0] for copies in run.swaps.values()]
-        words = sentences(fit for swap in first for fit in swap.fitted.values() if fit.place == CALL)
-        run.say(f"Calibrated: {report.summary()}{f' {words}' if words else ''}")
-
-    run.apply(name, work)
-
-
-def _first_batches(rows: Rows, count: int, size: int) -> list[Batch]:
+def first_batches(rows: Rows, count: int, size: int) -> list[Batch]:
     """The first rows, in batches of like length."""
     return list(rows.some(range(min(len(rows), count))).batches(size))
 
@@ -410,3 +543,95 @@ def _first_batches(rows: Rows, count: int, size: int) -> list[Batch]:
 def _calibration_rows(rows: Rows) -> int:
     """Some 16,000 tokens, or 256 rows of another kind."""
     return max(8, round(16_384 / rows.length)) if rows.unit == TOKENS else 256
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@torch.no_grad()
+def merge_calibration(model: M, /) -> M:
+    """Fold every calibration into W_o and b_o, in place.
+
+    So is every other fit of the heads that is a linear map of each head (`Fitted.linear`). The model's output stays the
+    same up to rounding, and the fits are gone. As after a distillation, strength 0 is no longer the original model, and
+    config.json says so (`retrained`). Adapters belong to the model from before the merge, or are trained after it.
+    docs/mathematics.md, section Calibration.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the model is not patched or not calibrated; a strength is below 1; a variant drops W_o; an adapter
+            sits on W_o; a map has a bias but W_o has none; or a fit of the heads is no linear map. The model is then
+            unchanged.
+    """
+    installation = need_installation(model)
+    merges = [
+        (layer.site, swap, fit, *fit.linear())
+        for layer in installation.layers()
+        for swap in layer.copies
+        for fit in reversed(swap.fitted.values())  # the last fit meets W_o first
+        if fit.place == HEADS
+    ]
+    if not merges:
+        raise ValueError("no layer is calibrated; call calibrate on the model first.")
+    projections = [_projection(site, swap, bias is not None) for site, swap, _, _, bias in merges]
+    for projection, (_, swap, fit, weight, bias) in zip(projections, merges, strict=True):
+        _fold(projection, weight, bias)
+        swap.drop(fit.name)
+        swap.retrained = True
+    installation.refresh()
+    return model
+
+
+def _projection(site: Site, swap: Swap, biased: bool) -> nn.Module:
+    """The module of W_o, if a fit can be merged into it.
+
+    Raises:
+        ValueError: it cannot be.
+    """
+    if swap.strength != 1.0:
+        raise ValueError(
+            f"{site.path}: a merge is exact at strength 1 alone, this layer is at {swap.strength:g}; "
+            "call set_strength(model, 1.0) first."
+        )
+    if site.family.output is None or not swap.keeps_projection:
+        raise ValueError(
+            f"{site.path}: {'+'.join(swap.names)} drops W_o, or the package does not know which module holds it, so "
+            "nothing can be merged; keep the calibration unmerged."
+        )
+    module = site.container.get_submodule(site.family.output)
+    if not isinstance(module, (nn.Linear, Conv1D)) or hasattr(module, "base_layer") or not is_matrix(module):
+        raise ValueError(
+            f"{site.path}: {type(module).__name__} holds no plain matrix here (an adapter, or offloaded or quantised "
+            "weights); load the model without them to merge, or keep the calibration unmerged."
+        )
+    if biased and getattr(module, "bias", None) is None:
+        raise ValueError(
+            f"{site.path}: W_o has no bias to take the map's bias; keep the calibration unmerged, or calibrate "
+            "with fit='gain'."
+        )
+    return module
+
+
+def _fold(projection: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
+    """Write M W_o and b_o + b W_o into a projection."""
+    weight_IE, bias_E = output_matrix(projection)
+    fitted = _wide(weight)
+    wide_HDE = _wide(weight_IE).reshape(len(fitted), -1, weight_IE.shape[1])
+    if bias is not None:
+        assert bias_E is not None
+        _put(bias_E, _wide(bias_E) + torch.einsum("hd,hde->e", _wide(bias), wide_HDE))
+    # The weight comes last: for an fp64 weight on the CPU `wide_HDE` is a view of it.
+    merged_HDE = wide_HDE * fitted[:, None, None] if fitted.dim() == 1 else fitted @ wide_HDE
+    _put(weight_IE, merged_HDE.flatten(0, 1))
+
+
+def _wide(parameter: Tensor) -> Tensor:
+    """Return the numbers in fp64, on the CPU: some devices (Apple's) have no fp64."""
+    return parameter.detach().cpu().double()
+
+
+def _put(parameter: Tensor, values: Tensor) -> None:
+    """Write new values into a parameter. The values are rounded to its dtype on the CPU, where fp64 exists."""
+    parameter.copy_(values.to(parameter.dtype))

@@ -39,21 +39,17 @@ from ..variants.softmax import Softmax
 from ..wiring.install import Installation, Record, installation_of, model_root, searched_once
 from ..writing import claimed, told_where
 from .calibrate import fit_heads
-from .config import ConvertConfig
+from .config import ConvertConfig, Distil
 from .distill import distil
 from .distributed import broadcast_from_rank0, is_sharded, refuse_sharding
 from .journal import Journal, fingerprint
-from .preserve_training_state import preserve_training_state
-from .report import ConversionReport
-from .rows import Rows
+from .report import ConversionReport, HeadSensitivity
+from .rows import Rows, split, try_longest
 from .run import Budget, Run, rows_per_step
-from .selection import LayerSelection, select_heads, select_layers
-from .sensitivity import HeadSensitivity, passages_beyond, reach_of
+from .sensitivity import LayerSelection, passages_beyond, reach_of, select_heads, select_layers
 from .sink import absorb
-from .split import split, try_longest
-from .stages import Distil
-from .teacher import check_teacher
-from .trainable import EVERYTHING, refuse_adapters
+from .trainable import EVERYTHING, preserve_training_state, refuse_adapters
+from .trainer import check_teacher
 
 
 def convert(

@@ -21,17 +21,13 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from ..patch import set_strength
 from ..text.bar import silent
-from .calibrate import calibrate_stage
+from .config import Distil
 from .journal import Snapshot
-from .preserve_training_state import preserve_training_flags
 from .report import UNDONE, StepRecord, in_words
-from .rows import mean_length, select
 from .run import Run, rows_per_step
-from .selection import LayerSelection
-from .stages import Calibrate, Distil
-from .teacher import Teacher
-from .trainable import adapted_weights, choose_trainable
-from .trainer import DistillationTrainer, quiet
+from .sensitivity import LayerSelection
+from .trainable import choose_trainable
+from .trainer import DistillationTrainer, Teacher, quiet
 
 CHECKS = 4  # measurements within one training
 SAVE_EVERY = 100  # training steps between two checkpoints
@@ -128,40 +124,6 @@ def _order(run: Run, row: StepRecord) -> tuple[bool, float]:
     """The smaller, the better: what is within a budget comes first, then what loses less; no number comes last."""
     cost = math.inf if math.isnan(row.lost.divergence_or_error) else max(ROUNDING, row.lost.divergence_or_error)
     return not run.config.allows(row.lost), cost
-
-
-def distil_stage(run: Run, stage: Distil, name: str) -> None:
-    """Distil by a stage of a recipe, which has epochs and arguments of its own.
-
-    Raises:
-        ValueError: the stage does not fit the model or the rows.
-    """
-
-    def work() -> None:
-        training = epochs_of(run, stage, name)
-        trained = f"{', '.join(stage.trainable)} trained"
-        with preserve_training_flags(run.model):
-            fit_to_teacher(run, stage, training)
-            if run.adapters is not None:
-                trained = f"LoRA of rank {stage.rank}, merged"
-                run.keep(adapted_weights(run.adapters))
-                run.leave_adapters(merged=True)
-        run.original = None  # what trains in the next stage is another part of the model
-        run.say(
-            f"Distilled without labels from the original model: {training.words}, {trained}, loss "
-            f"{stage.words}, learning rate {stage.learning_rate:g}."
-        )
-
-    run.apply(name, work)
-
-
-def run_stage(run: Run, stage: Calibrate | Distil, number: int) -> None:
-    """Take a stage of a recipe; the number is its place in the recipe."""
-    name = f"stage-{number}-{stage.name}"
-    if isinstance(stage, Calibrate):
-        calibrate_stage(run, stage, name)
-    else:
-        distil_stage(run, stage, name)
 
 
 # -- One training ------------------------------------------------------------------------------------------------------
@@ -275,33 +237,6 @@ def rows_read(training: Training, training_steps: int) -> int:
     args = training.args
     step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     return min(len(training.rows), int(training_steps * step))
-
-
-def epochs_of(run: Run, stage: Distil, name: str) -> Training:
-    """The epochs, or the tokens, of a stage of a recipe, with the recipe's own arguments.
-
-    Raises:
-        ValueError: tokens are to be counted in rows that have none.
-    """
-    rows, args = run.rows.rows, run.args
-    epochs, words = stage.epochs, f"{stage.epochs:g} epochs on {len(rows):,} training rows"
-    if stage.tokens is not None:
-        length = mean_length(rows)
-        if not length:
-            raise ValueError(f"{stage.name}: tokens counts tokens of text; give epochs for other data.")
-        wanted = max(1, round(stage.tokens / length))
-        epochs = 1.0 if wanted <= len(rows) else wanted / len(rows)
-        rows = select(rows, range(min(wanted, len(rows))))
-        words = f"{stage.tokens:,} tokens"
-    args = replace(
-        args,
-        output_dir=str(run.folder / name),
-        num_train_epochs=epochs,
-        max_steps=-1,
-        learning_rate=stage.learning_rate,
-        per_device_train_batch_size=stage.batch or args.per_device_train_batch_size,
-    )
-    return Training(rows, args, words)
 
 
 def last_whole_checkpoint(folder: Path) -> str | None:

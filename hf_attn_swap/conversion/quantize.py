@@ -31,16 +31,15 @@ from ..quantization.static import input_ranges, int8_dynamic, int8_static, per_t
 from ..quantization.straight_through import straight_through
 from ..variants.softmax import Softmax
 from ..wiring.install import model_root
-from .config import DYNAMIC, ConvertConfig
+from .config import DYNAMIC, ConvertConfig, Distil
 from .convert import convert_steps, started
 from .distill import exhausted, train
 from .report import ConversionReport
 from .rows import TOKENS
 from .run import Run
 from .smooth import smooth as smooth_channels
-from .stages import Distil
-from .teacher import Teacher
 from .trainable import VECTORS, part_of, vectors_of
+from .trainer import Teacher
 
 Ranges = Mapping[str, Range | None]  # of the inputs of the matrices, by path; None is a range per token
 

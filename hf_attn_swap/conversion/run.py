@@ -26,17 +26,13 @@ from ..measuring.held_out import HeldOut
 from ..measuring.lost import Lost
 from ..patch import need_installation
 from ..wiring.install import Installation, installation_of, model_root
-from .config import ConvertConfig
+from .config import ConvertConfig, Distil
 from .distributed import broadcast_from_rank0
 from .journal import Journal, Snapshot, copied, given_back, put, taken
-from .preserve_training_state import own_precision
-from .report import ConversionReport, StepRecord, in_words
+from .report import ConversionReport, HeadSensitivity, Sensitivity, StepRecord, in_words
 from .rows import Rows
-from .sensitivity import HeadSensitivity, Sensitivity
-from .stages import Distil
-from .teacher import Teacher
-from .trainable import with_adapters
-from .trainer import merge_adapters
+from .trainable import own_precision, with_adapters
+from .trainer import Teacher, merge_adapters
 
 R = TypeVar("R")
 FEW_TOKENS = 256  # per training step: a small batch makes more of every token

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from transformers import TrainingArguments
 
 from hf_attn_swap.conversion import distill
+from hf_attn_swap.conversion.config import Distil
 from hf_attn_swap.conversion.journal import Journal
-from hf_attn_swap.conversion.stages import Distil
 
 from .converting import converted, rows, stock, timeless, weights
 

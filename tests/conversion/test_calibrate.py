@@ -11,7 +11,7 @@ import torch
 
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import calibrate
-from hf_attn_swap.conversion.target import Target
+from hf_attn_swap.conversion.calibrate import Target
 from hf_attn_swap.layer.calibration import FITS
 from hf_attn_swap.layer.registry import parse, tiny_options
 from hf_attn_swap.patch import build_swap, need_installation

@@ -18,13 +18,13 @@ from transformers import TrainingArguments
 from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.analysis import lost
 from hf_attn_swap.conversion import calibrate, config
-from hf_attn_swap.conversion.config import default_distil
+from hf_attn_swap.conversion.config import Distil, default_distil
 from hf_attn_swap.conversion.convert import convert
 from hf_attn_swap.conversion.distill import StopWithin
 from hf_attn_swap.conversion.report import ConversionReport
 from hf_attn_swap.conversion.rows import as_rows
-from hf_attn_swap.conversion.stages import Calibrate, Distil, FineTune
 from hf_attn_swap.measuring.held_out import HeldOut
+from hf_attn_swap.training.stages import Calibrate, FineTune
 from tests import zoo
 from tests.contract.harness import batch_of, forward, refused, swaps
 

@@ -15,8 +15,7 @@ from hf_attn_swap import patch_model, set_strength
 from hf_attn_swap.analysis import Lost, lost
 from hf_attn_swap.conversion import calibrate, head_sensitivity
 from hf_attn_swap.conversion.journal import NAME
-from hf_attn_swap.conversion.report import ConversionReport
-from hf_attn_swap.conversion.sensitivity import HeadSensitivity
+from hf_attn_swap.conversion.report import ConversionReport, HeadSensitivity
 from hf_attn_swap.families import sites
 from hf_attn_swap.measuring.recall import Passages, Recall
 from hf_attn_swap.wiring.install import installation_of, model_root

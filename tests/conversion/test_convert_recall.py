@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_attn_swap import layer_sensitivity, patch_model
-from hf_attn_swap.conversion.report import ConversionReport
-from hf_attn_swap.conversion.sensitivity import Sensitivity, reach_of
+from hf_attn_swap.conversion.report import ConversionReport, Sensitivity
+from hf_attn_swap.conversion.sensitivity import reach_of
 from hf_attn_swap.layer.registry import list_variants
 from hf_attn_swap.measuring.lost import Lost
 from hf_attn_swap.measuring.recall import Passages, Recall

@@ -12,8 +12,8 @@ from transformers import DynamicCache
 
 from benchmarks.bench_caches import with_cache
 from hf_attn_swap import patch_model, set_strength
+from hf_attn_swap.conversion.config import Distil
 from hf_attn_swap.conversion.losses import LayerErrors, Losses
-from hf_attn_swap.conversion.stages import Distil
 from tests import zoo
 from tests.contract.harness import batch_of, distance, refused
 from tests.harness.checkpointing import enable

@@ -16,8 +16,7 @@ from hf_attn_swap.conversion import distill
 from hf_attn_swap.conversion import rows as rows_module
 from hf_attn_swap.conversion import split as split_module
 from hf_attn_swap.conversion.distill import StopWithin
-from hf_attn_swap.conversion.rows import Rows, as_rows, parts_of, shuffled
-from hf_attn_swap.conversion.split import split
+from hf_attn_swap.conversion.rows import Rows, as_rows, parts_of, shuffled, split
 from tests.contract.harness import refused
 
 from .converting import CALM, Killed, converted, rows, same, stock, timeless, weights

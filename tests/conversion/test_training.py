@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
+from hf_attn_swap.conversion.config import Distil
 from hf_attn_swap.conversion.distill import (
     epochs_of,
     last_whole_checkpoint,
@@ -19,7 +20,6 @@ from hf_attn_swap.conversion.distill import (
 )
 from hf_attn_swap.conversion.rows import Rows
 from hf_attn_swap.conversion.run import Budget
-from hf_attn_swap.conversion.stages import Distil
 from tests.contract.harness import refused
 
 DISTIL = Distil(batch=2)

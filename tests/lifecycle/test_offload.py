@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_attn_swap import patch_model, unpatch_model
 from hf_attn_swap.conversion import calibrate
-from hf_attn_swap.conversion.merge import merge_calibration
+from hf_attn_swap.conversion.calibrate import merge_calibration
 from tests.contract.cells import DEEP, DEFAULT_CELLS, Cell, label, swap_in
 from tests.contract.harness import batch_of, distance, forward, fresh, padding_side, perturb, refused, swaps
 from tests.harness.one_swap import has_parameters
