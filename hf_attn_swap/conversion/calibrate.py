@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from statistics import fmean
 from typing import Any, TypeVar
@@ -48,7 +48,6 @@ from ..layer.swap import Phase, Swap
 from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, refuse_other_tokens, token_mask
 from ..patch import need_installation, softmax_swaps
 from ..text.bar import bar
-from ..text.table import Table
 from ..variants.softmax import Softmax
 from ..wiring.device_and_dtype import device_and_dtype
 from ..wiring.install import Installation
@@ -135,11 +134,12 @@ class Target:
         """
         if not self.constant or self.factor == 1:
             return 0.0
-        width = self.swap.geometry.heads * self.swap.geometry.head_dim
-        readable = is_matrix(self.projection)
-        weight, bias = (
-            output_matrix(self.projection) if readable else _probed(self.projection, width, self.device_and_dtype)
-        )
+        if not is_matrix(self.projection):
+            raise ValueError(
+                f"layer {self.layer.number}: W_o is offloaded or quantised, and the constant of a map needs its "
+                "numbers; calibrate before the model is dispatched, or take fit='gain'."
+            )
+        weight, bias = output_matrix(self.projection)
         if bias is None:
             return 0.0
         weight = weight.detach().cpu().double().T
@@ -158,17 +158,6 @@ def is_matrix(projection: nn.Module) -> bool:
     """
     weight = projection.weight
     return isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2 and not weight.is_meta
-
-
-PROBE = 256.0  # large, so that adding the bias loses few digits of the matrix; a power of two divides exactly
-
-
-@torch.no_grad()
-def _probed(projection: nn.Module, width: int, at: DeviceAndDtype) -> tuple[Tensor, Tensor | None]:
-    """Return the matrix (width,E) and the bias (E,) of an affine map, from its outputs on the rows of an identity."""
-    bias = projection(torch.zeros(1, width, device=at.device, dtype=at.dtype))
-    probes = PROBE * torch.eye(width, device=at.device, dtype=at.dtype)
-    return (projection(probes) - bias) / PROBE, bias[0]
 
 
 def output_matrix(projection: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -191,47 +180,6 @@ def _shares(swap: Swap) -> tuple[float, float]:
 
 
 TINY = 0.01  # a skip of less than this share of the input is not worth a sentence
-HEADER = ("layer", "module", "R2 before", "R2 after", "worst head", "negative gains")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerFit:
-    """The fit of one layer.
-
-    Attributes:
-        layer, module: number and path of the attention module.
-        before, after: R^2 per head on the calibration tokens, before the fit and after the fit.
-        gains: the fitted gain per head; None for maps.
-        tokens: how many real tokens the fit used.
-    """
-
-    layer: int
-    module: str
-    before: tuple[float, ...]
-    after: tuple[float, ...]
-    gains: tuple[float, ...] | None
-    tokens: int
-
-    @property
-    def negative(self) -> tuple[int, ...]:
-        """The heads whose gain is negative: their output points away from the target."""
-        return tuple(head for head, gain in enumerate(self.gains or ()) if gain < 0)
-
-    def cells(self) -> tuple[str, ...]:
-        """The layer's row of the table, in the order of `HEADER`."""
-        worst = min(range(len(self.after)), key=self.after.__getitem__)
-        if self.gains is None:
-            negative = "-"
-        else:
-            negative = ", ".join(map(str, self.negative)) or "none"
-        return (
-            str(self.layer),
-            self.module,
-            f"{fmean(self.before):.3g}",
-            f"{fmean(self.after):.3f}",
-            f"{worst} ({self.after[worst]:.3f})",
-            negative,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,54 +188,34 @@ class CalibrationReport:
 
     Attributes:
         fit: "gain" or "map".
-        layers: the fit of each layer.
+        before, after: by the layer's number, R^2 of each head on the calibration tokens, before and after the fit.
+        tokens: how many real tokens a layer was fitted on.
         lengths: the shortest and the longest row of the calibration batches, in real tokens.
         left: the multiple of a layer's input that the swap adds and that no fit can undo; 0 in post-LayerNorm blocks.
     """
 
     fit: str
-    layers: tuple[LayerFit, ...]
+    before: dict[int, tuple[float, ...]]
+    after: dict[int, tuple[float, ...]]
+    tokens: int
     lengths: tuple[int, int]
     left: float = 0.0
 
-    @property
-    def unexplained(self) -> float:
-        """1 - R^2 after the fit, as a mean over layers and heads."""
-        return 1 - fmean(value for layer in self.layers for value in layer.after)
-
-    @property
-    def skip_words(self) -> str:
-        """A sentence on a skip that no fit can undo; empty if there is none, or a tiny one."""
-        if abs(self.left) < TINY:
-            return ""
-        return (
-            f"The swap adds {self.left:g} times the input in every layer, which no fit can undo in a pre-norm block: "
-            "choose options without this skip (modern_hopfield: alpha=0), or train the model for long."
-        )
-
-    def summary(self) -> str:
-        """The report in two sentences, and one more for a skip that no fit can undo."""
+    def __str__(self) -> str:
+        """Two sentences, and one more for a skip that no fit can undo."""
         shortest, longest = self.lengths
         span = f"{longest}" if shortest == longest else f"{shortest} to {longest}"
-        sentences = (
-            f"{self.fit} fitted to softmax on {self.layers[0].tokens:,} tokens: {self.unexplained:.1%} of the "
-            f"read-out stays unexplained. Rows had {span} tokens; use the model at such lengths.",
-            self.skip_words,
+        unexplained = 1 - fmean(value for values in self.after.values() for value in values)
+        words = (
+            f"{self.fit} fitted to softmax on {self.tokens:,} tokens: {unexplained:.1%} of the read-out stays "
+            f"unexplained. Rows had {span} tokens; use the model at such lengths."
         )
-        return " ".join(filter(None, sentences))
-
-    def __str__(self) -> str:
-        return self._table().text()
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
-
-    def _table(self) -> Table:
-        return Table(summary=self.summary(), header=HEADER, rows=[layer.cells() for layer in self.layers])
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return asdict(self)
+        if abs(self.left) < TINY:
+            return words
+        return (
+            f"{words} The swap adds {self.left:g} times the input in every layer, which no fit can undo in a pre-norm "
+            "block: choose options without this skip (modern_hopfield: alpha=0), or train the model for long."
+        )
 
 
 class Moments:
@@ -334,18 +262,16 @@ class Moments:
         solution = torch.linalg.lstsq(gram, self.cross_HFD, driver="gelsd").solution
         return solution[:, :width], solution[:, width]
 
-    def r_squared(self, weight: Tensor, bias: Tensor | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return R^2 per head, first of the variant's heads without a fit, then of the fitted heads."""
-        width = self.cross_HFD.shape[2]
-        identity = torch.eye(width, dtype=torch.float64).expand(weight.shape[0], -1, -1)
-        none = torch.zeros(weight.shape[0], width, dtype=torch.float64)
-        before = self._explained(identity, none)
-        if bias is None:
-            return before, self._explained(identity * weight[:, None, None], none)
-        return before, self._explained(weight, bias)
-
-    def _explained(self, weight_HDD: Tensor, bias_HD: Tensor) -> tuple[float, ...]:
-        solution_HFD = torch.cat([weight_HDD, bias_HD[:, None]], 1)
+    def explained(self, weight: Tensor | None = None, bias: Tensor | None = None) -> tuple[float, ...]:
+        """R^2 per head of the heads under a fit: maps (H,D,D) and biases (H,D), gains (H,), or nothing."""
+        heads, _, width = self.cross_HFD.shape
+        identity = torch.eye(width, dtype=torch.float64).expand(heads, -1, -1)
+        if weight is None:
+            weight = identity
+        elif weight.dim() == 1:
+            weight = identity * weight[:, None, None]
+        bias_HD = torch.zeros(heads, width, dtype=torch.float64) if bias is None else bias
+        solution_HFD = torch.cat([weight, bias_HD[:, None]], 1)
         error_H = self.square_H - 2 * (solution_HFD * self.cross_HFD).sum((1, 2))
         error_H = error_H + (solution_HFD * (self.gram_HFF @ solution_HFD)).sum((1, 2))
         mean_HD = self.cross_HFD[:, -1] / self.rows
@@ -389,7 +315,7 @@ def calibrate(
         progress: show a progress bar.
 
     Returns:
-        R^2 per layer and head before and after the fit, the fitted gains, and the shortest and longest row in tokens.
+        R^2 per layer and head before and after the fit, and the shortest and longest row in tokens.
 
     Raises:
         ValueError: the model is not patched or was changed by a conversion, there is no batch, there are too few real
@@ -415,10 +341,20 @@ def calibrate(
                         fitting.hook(batch, lengths, hooked)
                     forward(model, batch)
             solved = [fitting.solve(ridge) for fitting in fittings]
-            layers = tuple(fitting.apply(*solution) for fitting, solution in zip(fittings, solved, strict=True))
+            for fitting, solution in zip(fittings, solved, strict=True):
+                fitting.apply(*solution)
     shortest, longest = torch.cat(lengths).aminmax()
-    left = max((target.left for target in targets), key=abs)
-    return CalibrationReport(fit=fit, layers=layers, lengths=(int(shortest), int(longest)), left=left)
+    return CalibrationReport(
+        fit=fit,
+        before={fitting.target.layer.number: fitting.moments.explained() for fitting in fittings},
+        after={
+            fitting.target.layer.number: fitting.moments.explained(*solution)
+            for fitting, solution in zip(fittings, solved, strict=True)
+        },
+        tokens=fittings[0].moments.rows,
+        lengths=(int(shortest), int(longest)),
+        left=max((target.left for target in targets), key=abs),
+    )
 
 
 @contextlib.contextmanager
@@ -462,7 +398,7 @@ class _Fitting:
         layer = self.target.layer
         return self.moments.solve(ridge, f"layer {layer.number} ({layer.path})")
 
-    def apply(self, weight: Tensor, bias: Tensor | None) -> LayerFit:
+    def apply(self, weight: Tensor, bias: Tensor | None) -> None:
         """Put the fit into the layer."""
         calibration = Calibration(self.moments.fit, self.target.swap.geometry)
         calibration.placed_like(self.target.device_and_dtype)
@@ -471,15 +407,6 @@ class _Fitting:
             if bias is not None:
                 calibration.bias.copy_(bias.to(calibration.bias.dtype))
         self.target.swap.put(calibration)
-        before, after = self.moments.r_squared(weight, bias)
-        return LayerFit(
-            layer=self.target.layer.number,
-            module=self.target.layer.path,
-            before=before,
-            after=after,
-            gains=tuple(weight.tolist()) if bias is None else None,
-            tokens=self.moments.rows,
-        )
 
 
 def _targets(installation: Installation, *, constant: bool) -> list[Target]:

@@ -141,7 +141,7 @@ def _calibrate(run: Run, stage: Calibrate, name: str) -> None:
         report = calibrate(run.model, batches, fit=stage.fit, progress=run.progress)
         first = [copies[0] for copies in run.swaps.values()]
         words = sentences(fit for swap in first for fit in swap.fitted.values() if fit.place == CALL)
-        run.say(f"Calibrated: {report.summary()}{f' {words}' if words else ''}")
+        run.say(f"Calibrated: {report}{f' {words}' if words else ''}")
 
     run.apply(name, work)
 
