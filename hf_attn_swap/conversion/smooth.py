@@ -65,8 +65,7 @@ def smooth(model: nn.Module, batches: Iterable[Any], alpha: float | None = None,
     """Smooth the channels between norms (or matrices) and the matrices that read them, in place; the same function.
 
     Only places around swapped layers count. Weights change by powers of two, and each layer keeps these powers, so that
-    `unpatch_model` gives the original weights, bit for bit, also from a checkpoint. A model that was smoothed before is
-    smoothed anew. Smooth after training: it changes the sizes of weights, which an optimiser's steps do not follow, and
+    `unpatch_model` gives the original weights, bit for bit, also from a checkpoint. Smooth after training: it changes the sizes of weights, which an optimiser's steps do not follow, and
     an adapter that was trained on the model before does not fit (loading it raises a ValueError: merge it first).
     Xiao et al. (2023), SmoothQuant; docs/mathematics.md, section Smoothed channels.
 
@@ -82,7 +81,7 @@ def smooth(model: nn.Module, batches: Iterable[Any], alpha: float | None = None,
         What was done.
 
     Raises:
-        ValueError: the model is not patched, has adapters, or is offloaded; alpha is out of range; there are no
+        ValueError: the model is not patched, is smoothed already, has adapters, or is offloaded; alpha is out of range; there are no
             batches, or a single one without an alpha; no place of the model is free; or the model with other
             scales is not the same function. The model is then unchanged.
     """
@@ -95,7 +94,7 @@ def smooth(model: nn.Module, batches: Iterable[Any], alpha: float | None = None,
         raise ValueError("one batch cannot be both measured and held out; pass two batches or more, or an alpha.")
     held = [] if alpha is not None else rows[3::4] or rows[-1:]
     fitted = [row for row in rows if not any(row is other for other in held)]
-    with evaluating(model), torch.no_grad(), _anew(installation):
+    with evaluating(model), torch.no_grad():
         places = _places(installation, rows[0])
         for row in bar(fitted, desc="channels", unit="batch", shown=progress, leave=False):
             _run(installation.root, row, {name: place.see for name, place in places.items()}, places)
@@ -202,15 +201,17 @@ class _Place:
 
 
 def _refuse_other_weights(installation: Installation) -> None:
-    """Refuse a model whose weights are not all here, or are not its own.
+    """Refuse a model whose weights are not all here, are not its own, or are scaled already.
 
     Raises:
-        ValueError: there are adapters, or offloaded weights.
+        ValueError: there are adapters, offloaded weights, or an earlier smoothing.
     """
     if any(len(layer.copies) > 1 for layer in installation.layers()) or any(
         hasattr(module, "base_layer") for module in installation.root.modules()
     ):
         raise ValueError("this model has adapters; smooth it before they are added, or merge them into the weights.")
+    if any(layer.swap.fit_of(Smoothing) is not None for layer in installation.layers()):
+        raise ValueError("this model is smoothed already; call unpatch_model and patch_model to smooth it anew.")
     if any(parameter.is_meta for parameter in installation.root.parameters()):
         raise ValueError("weights of this model are offloaded; smooth it before it is dispatched.")
 
@@ -221,27 +222,6 @@ def _full(installation: Installation) -> Iterator[None]:
     with installation.strengths_kept():
         installation.set_strength(dict.fromkeys(installation.layers(), 1.0))
         yield
-
-
-@contextlib.contextmanager
-def _anew(installation: Installation) -> Iterator[None]:
-    """Take an earlier smoothing back. If an error is raised inside, the earlier one is put in place again."""
-    fits = [(layer, fit) for layer in installation.layers() if (fit := layer.swap.fit_of(Smoothing)) is not None]
-    for write in [fit.undo(installation.root, layer.path) for layer, fit in fits]:
-        write()
-    for layer, _ in fits:
-        layer.swap.drop(Smoothing.name)
-    installation.refresh()
-    try:
-        yield
-    except BaseException:
-        for layer, fit in fits:
-            for number, pair in enumerate(fit.pairs):
-                for weight, axis, sign in axes(installation.root, layer.path, pair):
-                    scale_(weight, axis, sign * fit.powers(number))
-            layer.swap.put(fit)
-        installation.refresh()
-        raise
 
 
 def _places(installation: Installation, batch: Batch) -> dict[str, _Place]:
