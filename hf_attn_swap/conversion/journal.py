@@ -22,7 +22,7 @@ from ..layer.fitted import FITTED
 from ..layer.swap import Swap
 
 NAME = "journal.json"
-VERSION = 5  # of what the steps write
+VERSION = 6  # of what the steps write
 Swaps = Mapping[int, list[Swap]]
 SOME = 64  # numbers of each tensor that a fingerprint reads
 
@@ -42,7 +42,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
 
 
 class Journal:
-    """Keeps the results of steps in their order. A second run with the same settings is given them again.
+    """Keeps what each step gave, by its name. A second run with the same settings is given it again.
 
     Args:
         folder: where the files lie; None keeps nothing.
@@ -55,8 +55,7 @@ class Journal:
 
     def __init__(self, folder: Path | None, settings: dict[str, Any], *, writes: bool = True) -> None:
         self.folder, self.writes = folder, writes
-        self.entries: list[dict[str, Any]] = []
-        self.place = 0
+        self.entries: dict[str, dict[str, Any]] = {}
         self.settings = json.loads(json.dumps(settings, default=str))
         if folder is None:
             return
@@ -65,7 +64,7 @@ class Journal:
             return
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            version, kept, self.entries = content.get("version"), dict(content["settings"]), list(content["entries"])
+            version, kept, self.entries = content.get("version"), dict(content["settings"]), dict(content["entries"])
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise ValueError(f"{path} is damaged ({problem}); remove the folder to start again.") from None
         if version != VERSION:
@@ -79,61 +78,41 @@ class Journal:
                 f"{folder} holds another conversion ({', '.join(names)} differ); name another folder, or remove it."
             )
 
-    def recall(self, key: str) -> dict[str, Any] | None:
-        """What the next step gave in an earlier run, or None if no earlier run came so far.
+    def recall(self, name: str) -> dict[str, Any] | None:
+        """What a step gave in an earlier run, or None if no earlier run came so far."""
+        return self.entries.get(name)
 
-        Raises:
-            ValueError: an earlier run did something else here.
-        """
-        if self.place >= len(self.entries):
-            return None
-        entry = self.entries[self.place]
-        if entry["key"] != key:
-            raise ValueError(
-                f"{self.folder}: the earlier run did {entry['key']!r} where this run does {key!r}; remove the folder "
-                "to start again."
-            )
-        self.place += 1
-        value: dict[str, Any] = entry["value"]
-        return value
-
-    def write(self, key: str, value: dict[str, Any]) -> None:
-        """Keep what a step gave."""
-        self.entries.append({"key": key, "value": value})
-        self.place += 1
+    def write(self, name: str, entry: dict[str, Any], tensors: dict[str, Tensor] | None = None) -> None:
+        """Keep what a step gave: plain data, and tensors if there are some."""
+        self.entries[name] = entry
         if self.folder is None or not self.writes:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
+        if tensors is not None:
+            part = self.folder / "tensors.part"
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part)
+            part.replace(self._file(name))
         part = self.folder / f"{NAME}.part"
         part.write_text(
             json.dumps({"version": VERSION, "settings": self.settings, "entries": self.entries}), encoding="utf-8"
         )
         part.replace(self.folder / NAME)
 
-    def save(self, key: str, tensors: dict[str, Tensor]) -> None:
-        """Keep the tensors of a step. Call this before `write`."""
-        if self.folder is None or not self.writes:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        part = self.folder / "tensors.part"
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part)
-        part.replace(self._file(key))
-
-    def load(self, key: str) -> dict[str, Tensor]:
-        """The tensors that `save` kept.
+    def load(self, name: str) -> dict[str, Tensor]:
+        """The tensors that `write` kept.
 
         Raises:
             ValueError: their file is missing or damaged.
         """
-        path = self._file(key)
+        path = self._file(name)
         try:
             return load_file(path)
         except (OSError, SafetensorError) as problem:
             raise ValueError(f"{path} is missing or damaged ({problem}); remove the folder to start again.") from None
 
-    def _file(self, key: str) -> Path:
+    def _file(self, name: str) -> Path:
         assert self.folder is not None
-        return self.folder / f"{key.replace(' ', '-')}.safetensors"
+        return self.folder / f"{name.replace(' ', '-')}.safetensors"
 
 
 @dataclass(frozen=True)

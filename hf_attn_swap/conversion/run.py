@@ -8,11 +8,10 @@ Between two calls of `apply`, a step reads and changes nothing.
 from __future__ import annotations
 
 import contextlib
-import copy
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -149,15 +148,27 @@ class Run:
             The result of the work.
 
         Raises:
-            ValueError: the name was used before, or the journal holds other work.
+            ValueError: the name was used before.
         """
         if name in self._names:
             raise ValueError(f"two parts of a conversion are called {name!r}; give one of them another name.")
         self._names.add(name)
         start, left, self._row = time.perf_counter(), self.budget.left, None
-        result = work() if again else self._once(name, work, read)
-        if measured and self.held is not None:
-            self._measure(name, tokens=left - self.budget.left, start=start)
+        known = self.journal.recall(name)
+        if known is None or again:
+            result = work()
+        else:
+            result = read(known["result"])
+            self._take_over(known["left"], self.journal.load(name))
+        if known is not None:
+            row = known["row"] and StepRecord.from_dict(known["row"])
+        else:
+            if not again:  # what the step has chosen
+                result, self.sentences = broadcast_from_rank0((result, self.sentences), self.args)
+            row = self._measure(name, left - self.budget.left, start) if measured and self.held is not None else None
+            self._write(name, None if again else result, row, again=again)
+        if row is not None:
+            self.record.append(row)
         return result
 
     def measured(self, name: str, lost: Lost) -> None:
@@ -357,61 +368,40 @@ class Run:
 
     # -- The journal ---------------------------------------------------------------------------------------------------
 
-    def _once(self, name: str, work: Callable[[], R], read: Callable[[Any], R]) -> R:
-        """Do the work and write what it left, or read that."""
-        key = f"{name}: work"
-        if (known := self.journal.recall(key)) is not None:
-            self._read(known["left"], self.journal.load(name))
-            if known["row"] is not None:
-                self.measured(known["row"][0], Lost.from_dict(known["row"][1]))
-            return read(known["result"])
-        result = work()
-        result, self.sentences = broadcast_from_rank0((result, self.sentences), self.args)  # what the step has chosen
-        if self.journal.folder is not None:
-            left, tensors = self._written()
-            self.journal.save(name, tensors)
-            row = None if self._row is None else (self._row[0], asdict(self._row[1]))
-            self.journal.write(key, {"left": left, "row": row, "result": _plain(result)})
-        return result
-
-    def _measure(self, name: str, *, tokens: int, start: float) -> None:
-        """Measure the model as it is, and add a row to the record."""
-        if (known := self.journal.recall(name)) is not None:
-            self.record.append(StepRecord.from_dict(known))
-            return
+    def _measure(self, name: str, tokens: int, start: float) -> StepRecord:
+        """Measure the model as it is, unless the step has said what is lost."""
         title, lost = self._row or (name, self.lost())
         seconds = time.perf_counter() - start
         row = StepRecord(name=title, layers=self.layers, lost=lost, tokens=tokens, seconds=seconds)
-        self.record.append(row)
-        self.journal.write(name, asdict(row))
         if self.progress:
             words = f"{row.name}: {len(row.layers)} layers, {row.lost.measure} {in_words(row.lost)}"
             tqdm.write(words, file=sys.stderr)
+        return row
 
-    def _written(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """All that a step leaves, as plain data and as tensors."""
-        snapshot = self.snapshot()
-        plain = {
-            "model": snapshot.plain,
-            "rank": None if self.adapters is None else self.adapters.active_peft_config.r,
-            "budget": asdict(self.budget),
-            "sentences": copy.copy(self.sentences),  # later steps go on writing
-        }
-        return plain, snapshot.named(self.student)
+    def _write(self, name: str, result: Any, row: StepRecord | None, *, again: bool) -> None:
+        """Keep what a step has left, unless it is quick and done again."""
+        if self.journal.folder is None:
+            return
+        entry: dict[str, Any] = {"row": row and asdict(row)}
+        tensors = None
+        if not again:
+            snapshot = self.snapshot()
+            tensors = snapshot.named(self.student)
+            entry["left"] = {
+                "model": snapshot.plain,
+                "rank": None if self.adapters is None else self.adapters.active_peft_config.r,
+                "budget": asdict(self.budget),
+                "sentences": list(self.sentences),  # later steps go on writing
+            }
+            entry["result"] = asdict(result) if is_dataclass(result) and not isinstance(result, type) else result
+        self.journal.write(name, entry, tensors)
 
-    def _read(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Take over what `_written` gave in an earlier run."""
-        if plain["rank"] is not None and self.adapters is None:
-            self.adapt(plain["rank"])
-        if plain["rank"] is None:
+    def _take_over(self, left: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Take over what `_write` kept in an earlier run."""
+        if left["rank"] is not None and self.adapters is None:
+            self.adapt(left["rank"])
+        if left["rank"] is None:
             self.leave_adapters(merged=False)
-        self.restore(Snapshot.read(plain["model"], tensors, self.student))
-        self.budget = Budget(**plain["budget"])
-        self.sentences = copy.copy(plain["sentences"])
-
-
-def _plain(result: Any) -> Any:
-    """A result as plain data."""
-    if hasattr(result, "to_dict"):
-        return result.to_dict()
-    return asdict(result) if hasattr(result, "__dataclass_fields__") else result
+        self.restore(Snapshot.read(left["model"], tensors, self.student))
+        self.budget = Budget(**left["budget"])
+        self.sentences = list(left["sentences"])

@@ -65,8 +65,9 @@ def smooth(model: nn.Module, batches: Iterable[Any], alpha: float | None = None,
     """Smooth the channels between norms (or matrices) and the matrices that read them, in place; the same function.
 
     Only places around swapped layers count. Weights change by powers of two, and each layer keeps these powers, so that
-    `unpatch_model` gives the original weights, bit for bit, also from a checkpoint. Smooth after training: it changes the sizes of weights, which an optimiser's steps do not follow, and
-    an adapter that was trained on the model before does not fit (loading it raises a ValueError: merge it first).
+    `unpatch_model` gives the original weights, bit for bit, also from a checkpoint. Smooth after training: it changes
+    the sizes of weights, which an optimiser's steps do not follow, and an adapter that was trained on the model before
+    does not fit (loading it raises a ValueError: merge it first).
     Xiao et al. (2023), SmoothQuant; docs/mathematics.md, section Smoothed channels.
 
     Args:
@@ -81,9 +82,9 @@ def smooth(model: nn.Module, batches: Iterable[Any], alpha: float | None = None,
         What was done.
 
     Raises:
-        ValueError: the model is not patched, is smoothed already, has adapters, or is offloaded; alpha is out of range; there are no
-            batches, or a single one without an alpha; no place of the model is free; or the model with other
-            scales is not the same function. The model is then unchanged.
+        ValueError: the model is not patched, is smoothed already, has adapters, or is offloaded; alpha is out of
+            range; there are no batches, or a single one without an alpha; no place of the model is free; or the model
+            with other scales is not the same function. The model is then unchanged.
     """
     if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha <= 1):
         raise ValueError(f"alpha must be a number above 0 and at most 1, or None for a search, got {alpha!r}.")
