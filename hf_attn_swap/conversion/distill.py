@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def _distil_group(run: Run, place: int, groups_left: int, *, by_budget: bool) ->
     config = run.config
     best, weights = run.record[-1], None
     for number, stage in enumerate(itertools.chain(config.stages, itertools.repeat(config.last)), 1):
-        if exhausted(run) or run.within:
+        if exhausted(run, run.budget.free) or run.within:
             break
         if not by_budget and best is run.record[-1]:
             weights = run.snapshot()
@@ -129,21 +129,6 @@ def _order(run: Run, row: StepRecord) -> tuple[bool, float]:
 # -- One training ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Training:
-    """One training.
-
-    Attributes:
-        rows: what it reads, in this order or drawn by the arguments.
-        args: its arguments, with the folder of its checkpoints.
-        words: its budget in words.
-    """
-
-    rows: Any
-    args: TrainingArguments
-    words: str = ""
-
-
 class StopWithin(TrainerCallback):
     """Measures the loss a few times during a training, and stops the training when it is within the budget."""
 
@@ -163,21 +148,28 @@ class StopWithin(TrainerCallback):
 
 def train(run: Run, stage: Distil, tokens: int, name: str) -> None:
     """Distil for at most so many tokens."""
-    training = share_of_budget(run, stage, tokens, name)
-    rows = rows_read(training, fit_to_teacher(run, stage, training, [StopWithin(run)], title=name))
-    run.budget.read += rows
-    run.budget.left -= round(rows * (run.rows.length or 1))
+    rows, args = next_rows(run, stage, tokens), training_arguments(run, stage, name)
+    steps = fit_to_teacher(run, stage, rows, args, [StopWithin(run)], title=name)
+    read = min(len(rows), steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+    run.budget.read += read
+    run.budget.left -= round(read * (run.rows.length or 1))
 
 
 def fit_to_teacher(
-    run: Run, stage: Distil, training: Training, callbacks: Iterable[TrainerCallback] = (), title: str | None = None
+    run: Run,
+    stage: Distil,
+    rows: Any,
+    args: TrainingArguments,
+    callbacks: Iterable[TrainerCallback] = (),
+    title: str | None = None,
 ) -> int:
     """Train the model by one stage, from the last checkpoint of a killed run if there is one.
 
     Args:
         run: the conversion. Adapters of the stage's rank are put around the model, if there are none yet.
         stage: what is trained, and by which losses.
-        training: what is read.
+        rows: what is read, in this order or drawn by the arguments.
+        args: of the training, with the folder of its checkpoints.
         callbacks: of the trainer.
         title: of one bar in place of the lines that a trainer prints.
 
@@ -196,11 +188,11 @@ def fit_to_teacher(
         run.original = Teacher(run.student, run.teacher, run.originals)
     trainer = DistillationTrainer(
         run.student,
-        training.args,
+        args,
         teacher=run.original,
         losses=stage,
         trainable=trainable,
-        train_dataset=training.rows,
+        train_dataset=rows,
         data_collator=run.rows.collate,
         callbacks=[*callbacks],
     )
@@ -213,30 +205,22 @@ def fit_to_teacher(
     return int(trainer.state.global_step)
 
 
-def exhausted(run: Run, *, whole: bool = False) -> bool:
-    """True if what is free of the budget, or the whole of what is left, is less than one training step."""
-    left = run.budget.left if whole else run.budget.free
-    return left < (run.rows.length or 1) * _rows_of_all(run, run.config.last)
+def exhausted(run: Run, tokens: int) -> bool:
+    """True if so many tokens are less than one training step of all processes."""
+    return tokens < (run.rows.length or 1) * rows_per_step(run.config.last, run.rows, run.args.world_size)
 
 
-def share_of_budget(run: Run, stage: Distil, tokens: int, name: str) -> Training:
+def next_rows(run: Run, stage: Distil, tokens: int) -> Any:
     """The next rows of `convert`'s fixed order, of at most so many tokens, once.
 
     Several processes read whole steps: of a last step that lacks rows, one of them would read rows twice.
     """
+    processes = run.args.world_size
     count = max(1, int(min(tokens, run.budget.free) / (run.rows.length or 1)))
-    if run.args.world_size > 1 and count > (step := _rows_of_all(run, stage)):
+    if processes > 1 and count > (step := rows_per_step(stage, run.rows, processes)):
         count -= count % step
-    order = run.rows.order(_rows_of_all(run, run.config.last))
-    chosen = list(itertools.islice(order, run.budget.read, run.budget.read + count))
-    return Training(run.rows.some(chosen).rows, _arguments(run, stage, name))
-
-
-def rows_read(training: Training, training_steps: int) -> int:
-    """The rows that a training has read after so many training steps."""
-    args = training.args
-    step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    return min(len(training.rows), int(training_steps * step))
+    order = run.rows.order(rows_per_step(run.config.last, run.rows, processes))
+    return run.rows.some(list(itertools.islice(order, run.budget.read, run.budget.read + count))).rows
 
 
 def last_whole_checkpoint(folder: Path) -> str | None:
@@ -261,12 +245,7 @@ def without_secrets(args: TrainingArguments) -> TrainingArguments:
     return replace(args, **secrets)
 
 
-def _rows_of_all(run: Run, stage: Distil) -> int:
-    """The rows of a training step of all processes together."""
-    return rows_per_step(stage, run.rows, run.args.world_size)
-
-
-def _arguments(run: Run, stage: Distil, name: str) -> TrainingArguments:
+def training_arguments(run: Run, stage: Distil, name: str) -> TrainingArguments:
     """The arguments of one training of `convert`."""
     rows = rows_per_step(stage, run.rows)
     memory: dict[str, Any] = {"per_device_train_batch_size": rows}

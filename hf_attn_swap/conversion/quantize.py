@@ -179,7 +179,7 @@ def qat(run: Run) -> Ranges | None:
         The ranges of the training, which stay those of the model; None if nothing was learnt. In half precision nothing
         trains: small steps would be lost.
     """
-    if model_root(run.model).dtype != torch.float32 or exhausted(run, whole=True) or run.within:
+    if model_root(run.model).dtype != torch.float32 or exhausted(run, run.budget.left) or run.within:
         return None
     return run.apply(QAT, partial(_qat, run, run.record[-1].lost))
 

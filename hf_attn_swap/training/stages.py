@@ -18,9 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
+from transformers import TrainingArguments
+
 from ..conversion.calibrate import calibrate, first_batches
 from ..conversion.config import Distil
-from ..conversion.distill import Training, fit_to_teacher
+from ..conversion.distill import fit_to_teacher
 from ..conversion.rows import mean_length, select
 from ..conversion.run import Run
 from ..conversion.trainable import adapted_weights, preserve_training_flags
@@ -107,17 +109,17 @@ def _distil(run: Run, stage: Distil, name: str) -> None:
     """
 
     def work() -> None:
-        training = _epochs(run, stage, name)
+        rows, args, budget = epochs_of(run, stage, name)
         trained = f"{', '.join(stage.trainable)} trained"
         with preserve_training_flags(run.model):
-            fit_to_teacher(run, stage, training)
+            fit_to_teacher(run, stage, rows, args)
             if run.adapters is not None:
                 trained = f"LoRA of rank {stage.rank}, merged"
                 run.keep(adapted_weights(run.adapters))
                 run.leave_adapters(merged=True)
         run.original = None  # what trains in the next stage is another part of the model
         run.say(
-            f"Distilled without labels from the original model: {training.words}, {trained}, loss "
+            f"Distilled without labels from the original model: {budget}, {trained}, loss "
             f"{stage.words}, learning rate {stage.learning_rate:g}."
         )
 
@@ -146,8 +148,8 @@ def _calibrate(run: Run, stage: Calibrate, name: str) -> None:
     run.apply(name, work)
 
 
-def _epochs(run: Run, stage: Distil, name: str) -> Training:
-    """The epochs, or the tokens, of a stage of a recipe, with the recipe's own arguments.
+def epochs_of(run: Run, stage: Distil, name: str) -> tuple[Any, TrainingArguments, str]:
+    """The rows of a stage's epochs, or of its tokens; the recipe's own arguments for them; and the budget in words.
 
     Raises:
         ValueError: tokens are to be counted in rows that have none.
@@ -170,4 +172,4 @@ def _epochs(run: Run, stage: Distil, name: str) -> Training:
         learning_rate=stage.learning_rate,
         per_device_train_batch_size=stage.batch or args.per_device_train_batch_size,
     )
-    return Training(rows, args, words)
+    return rows, args, words
