@@ -142,9 +142,9 @@ class ConvertConfig:
         return dataclasses.replace(self, stages=[default_distil(root, self.variant, low_memory=self.low_memory)])
 
     @property
-    def last(self) -> Distil:
-        """The distillation that takes what is left of the tokens."""
-        return self.stages[-1]
+    def distil(self) -> Distil:
+        """How the model is distilled; see `for_model`."""
+        return self.stages[0]
 
     @property
     def reserved(self) -> int:
@@ -168,7 +168,7 @@ class ConvertConfig:
             option.name: getattr(self, option.name) for option in dataclasses.fields(self) if option.name != "processor"
         }
         chosen["options"] = canonical_keys(self.options) if "+" in self.variant else self.options
-        return chosen | {"stages": [dataclasses.asdict(stage) for stage in self.stages]}
+        return chosen | {"stages": [dataclasses.asdict(self.distil)]}
 
     def _check_numbers(self) -> None:
         shares: dict[str, tuple[Any, str]] = {
@@ -221,20 +221,13 @@ class ConvertConfig:
             raise ValueError(f'heads="auto" chooses {OPTION}; leave one of them out.')
 
     def _check_stages(self) -> None:
-        """Refuse stages that one call cannot take."""
-        stages = self.stages
-        if not all(isinstance(stage, Distil) for stage in stages):
-            raise ValueError("stages are Distil stages: fit= names the fit, and a Trainer reads labels.")
-        if len({(stage.rank, stage.trainable) for stage in stages}) > 1:
-            raise ValueError("all Distil stages train the same weights: give them the same rank and trainable.")
-        if any(stage.tokens is None for stage in stages[:-1]) or self.last.tokens is not None:
-            raise ValueError(
-                "every Distil but the last needs its tokens; the last takes what is left of convert's tokens."
-            )
-        if any(stage.epochs != Distil.epochs for stage in stages):
-            raise ValueError("convert counts tokens, not epochs: give Distil its tokens, or convert more tokens.")
-        if self.low_memory and self.last.rank is None:
-            raise ValueError("low_memory trains adapters; give the Distil stages a rank, such as 16.")
+        """Refuse stages that a conversion does not take."""
+        if len(self.stages) > 1 or not isinstance(self.distil, Distil):
+            raise ValueError("stages takes one Distil: fit= names the fit, and a Trainer reads labels.")
+        if self.distil.tokens is not None or self.distil.epochs != Distil.epochs:
+            raise ValueError("convert's tokens are the budget of its Distil; leave out the stage's tokens and epochs.")
+        if self.low_memory and self.distil.rank is None:
+            raise ValueError("low_memory trains adapters; give the Distil stage a rank, such as 16.")
 
 
 def default_distil(root: PreTrainedModel, variant: str, *, low_memory: bool = False) -> Distil:

@@ -124,8 +124,7 @@ def convert(
         absorb: in a causal language model that is converted in all layers, try the keys and values of one token as a
             `sink` beside the variant, and keep them if less is lost. It needs the tokenizer (`processor`), and the
             report says what was found. See `absorb_sink`.
-        stages: how to distil; none chooses by the kind and size of the model. The last takes what is left of `tokens`;
-            each before it takes its own `tokens`, in each group of layers. All train the same weights.
+        stages: how to distil, one `Distil`; none chooses by the kind and size of the model.
         low_memory: trade time for memory: adapters instead of all weights, one row at a time, and activations that
             are computed again in the backward pass. The steps have the same number of rows.
         teacher: another model that gives the targets, and that losses are compared with; None is the model itself.
@@ -274,7 +273,7 @@ def started(
             eval_tokens=config.eval_tokens,
         )
         output = try_longest(root, train)
-        if any(stage.logits for stage in config.stages):
+        if config.distil.logits:
             logits_of(output)  # refuses a model without logits
         weights = fingerprint(root.parameters())
         settings = config.settings() | {
@@ -383,11 +382,10 @@ def _measured_on(
     Raises:
         ValueError: there is a budget for recall, and this model recalls nothing.
     """
-    last = config.last
     measured = HeldOut(
         against,
-        held.batches(1 if config.low_memory else rows_per_step(last, held)),
-        head_trains=last.rank is None and last.trainable == (EVERYTHING,),
+        held.batches(1 if config.low_memory else rows_per_step(config.distil, held)),
+        head_trains=config.distil.rank is None and config.distil.trainable == (EVERYTHING,),
         as_it_is=True,
         passages=passages,
         progress=progress,

@@ -57,20 +57,20 @@ def distil(run: Run, selection: LayerSelection) -> None:
 
 
 def _distil_group(run: Run, place: int, groups_left: int, *, by_budget: bool) -> None:
-    """Take the stages, and the last of them again while a budget needs it, as long as tokens are free.
+    """Train, and train again while a budget needs it, as long as tokens are free.
 
-    Without a choice by a budget, the weights with which the model lost least are the result.
+    The first part takes an equal share of what is free for each group that is left. Each further part, which the loss
+    of this group needs, takes all that is free. Without a choice by a budget, the weights with which the model lost least are the result.
     """
-    config = run.config
     best, weights = run.record[-1], None
-    for number, stage in enumerate(itertools.chain(config.stages, itertools.repeat(config.last)), 1):
+    for number in itertools.count(1):
         if exhausted(run, run.budget.free) or run.within:
             break
         if not by_budget and best is run.record[-1]:
             weights = run.snapshot()
-        tokens = _tokens(stage, number - len(config.stages), run.budget.free, groups_left)
+        tokens = run.budget.free // groups_left if number == 1 else run.budget.free
         name = f"distil {f'{place + 1}.{number}' if by_budget else number}"
-        run.apply(name, partial(train, run, stage, max(1, tokens), name))
+        run.apply(name, partial(train, run, run.config.distil, max(1, tokens), name))
         if _order(run, run.record[-1]) <= _order(run, best):
             best = run.record[-1]
     if weights is not None and best is not run.record[-1]:
@@ -101,23 +101,6 @@ def _undo_training(run: Run, weights: Snapshot, best: StepRecord, last: StepReco
         f"({last.lost.divergence_or_error:.3g})."
     )
     run.measured(UNDONE, best.lost)
-
-
-def _tokens(stage: Distil, repeats: int, free: int, groups: int) -> int:
-    """The tokens of the next part of a group's distillation.
-
-    A stage before the last takes its own number. The last stage takes an equal share of what is free for each group
-    that is left. Each repeat of it, which the loss of this group needs, takes all that is free.
-
-    Args:
-        stage: the stage.
-        repeats: how often the last stage was taken before; below 0 for a stage before it.
-        free: what is free of the budget.
-        groups: the number of groups that are left, with this one.
-    """
-    if repeats < 0:
-        return stage.tokens or free
-    return free // groups if repeats == 0 else free
 
 
 def _order(run: Run, row: StepRecord) -> tuple[bool, float]:
@@ -207,7 +190,7 @@ def fit_to_teacher(
 
 def exhausted(run: Run, tokens: int) -> bool:
     """True if so many tokens are less than one training step of all processes."""
-    return tokens < (run.rows.length or 1) * rows_per_step(run.config.last, run.rows, run.args.world_size)
+    return tokens < (run.rows.length or 1) * rows_per_step(run.config.distil, run.rows, run.args.world_size)
 
 
 def next_rows(run: Run, stage: Distil, tokens: int) -> Any:
@@ -219,7 +202,7 @@ def next_rows(run: Run, stage: Distil, tokens: int) -> Any:
     count = max(1, int(min(tokens, run.budget.free) / (run.rows.length or 1)))
     if processes > 1 and count > (step := rows_per_step(stage, run.rows, processes)):
         count -= count % step
-    order = run.rows.order(rows_per_step(run.config.last, run.rows, processes))
+    order = run.rows.order(rows_per_step(run.config.distil, run.rows, processes))
     return run.rows.some(list(itertools.islice(order, run.budget.read, run.budget.read + count))).rows
 
 

@@ -238,7 +238,7 @@ class Run:
     ) -> ConversionReport:
         """What the steps did, and what each layer and head alone cost if they were selected."""
         assert self.held is not None
-        processes, stage = self.args.world_size, self.config.last
+        processes, stage = self.args.world_size, self.config.distil
         sentences = list(self.sentences)
         if processes > 1 and any(step.tokens for step in self.record):
             count = f"{processes} x {rows_per_step(stage, self.rows)} rows"

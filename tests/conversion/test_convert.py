@@ -408,23 +408,11 @@ def test_weights_in_half_precision_do_not_train() -> None:
         assert default_distil(stock("llama").bfloat16(), "simpletron_resl").rank == 32
 
 
-def test_stages_of_the_user() -> None:
-    """The named fit alone, then the layers with a budget of their own, then what is left."""
-    stages = [replace(ADAPTERS, layers=1.0, logits=0.0, tokens=96), ADAPTERS]
-    report = converted(stock("llama"), "simpletron_resl", rows("llama", 40), fit="gain", stages=stages, tokens=288)
-    assert names(report) == ["swap", "fit: gain", "distil 1", "distil 2", "adapters merged"]
-    assert [step.tokens for step in report.steps] == [0, 0, 96, 192, 0]
-    losses = [step.lost.divergence_or_error for step in report.steps]
-    assert losses[2] != losses[1]
-    assert losses[3] < losses[2]
-
-
 STAGES = {
-    "a Trainer reads labels": [FineTune(), BODY],
+    "a Trainer reads labels": [FineTune()],
     "fit= names the fit": [Calibrate(), BODY],
-    "the same rank and trainable": [replace(BODY, tokens=100), ADAPTERS],
-    "every Distil but the last needs its tokens": [BODY, BODY],
-    "the last takes what is left": [replace(BODY, tokens=100)],
+    "stages takes one Distil": [BODY, BODY],
+    "convert's tokens are the budget": [replace(BODY, tokens=100)],
 }
 
 
@@ -452,7 +440,7 @@ def test_low_memory(variant: str) -> None:
     assert [report.training_steps for report in reports] == [reports[0].training_steps] * 2
     assert ends[1] == pytest.approx(ends[0], rel=1e-3)
     assert default_distil(stock("bert"), "belief", low_memory=True).rank == config.RANK
-    with refused("give the Distil stages a rank"):
+    with refused("give the Distil stage a rank"):
         converted(stock("bert"), "belief", rows("bert"), low_memory=True)
 
 
