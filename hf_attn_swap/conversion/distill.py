@@ -60,7 +60,8 @@ def _distil_group(run: Run, place: int, groups_left: int, *, by_budget: bool) ->
     """Train, and train again while a budget needs it, as long as tokens are free.
 
     The first part takes an equal share of what is free for each group that is left. Each further part, which the loss
-    of this group needs, takes all that is free. Without a choice by a budget, the weights with which the model lost least are the result.
+    of this group needs, takes all that is free. Without a choice by a budget, the weights with which the model lost
+    least are the result.
     """
     best, weights = run.record[-1], None
     for number in itertools.count(1):

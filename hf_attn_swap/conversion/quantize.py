@@ -187,9 +187,7 @@ def qat(run: Run) -> Ranges | None:
 def _qat(run: Run, before: Lost) -> Ranges | None:
     run.budget.reserved = 0
     ranges = _ranges(run)
-    stage = dataclasses.replace(
-        run.config.distil, rank=None, trainable=TRAINED, learning_rate=LEARNING_RATE, tokens=None
-    )
+    stage = dataclasses.replace(run.config.distil, rank=None, trainable=TRAINED, learning_rate=LEARNING_RATE)
     run.original = Teacher(run.student, run.teacher or _copied(model_root(run.model)))
     with run.trial(QAT, before) as trial:
         try:

@@ -57,7 +57,7 @@ def test_convert_refuses_before_anything_is_trained() -> None:
     """A loss that the model cannot have, and epochs, which `convert` does not count."""
     with refused("the model gives no logits; set the loss 'logits' to 0"):
         converted(zoo.build("bert", head="base"), "belief", rows("bert"), stages=[Distil(hidden=1.0)])
-    with refused("convert counts tokens, not epochs"):
+    with refused("leave out the stage's tokens and epochs"):
         converted(stock("bert"), "belief", rows("bert"), stages=[Distil(epochs=3)])
 
 
