@@ -25,7 +25,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.func import functional_call
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -37,9 +36,9 @@ from ..measuring.lm_head import can_skip_logits, first_of, head_alone, last_hidd
 from ..patch import need_installation
 from ..text.bar import visible
 from ..wiring.install import Installation
-from .distributed import is_sharded, zero_3
+from .distributed import refuse_sharding
 from .losses import Comparison, LayerErrors, Losses, Pass
-from .trainable import choose_trainable, configs_of
+from .trainable import choose_trainable, configs_of, preserve_training_flags
 
 
 class Teacher:
@@ -88,19 +87,15 @@ class Teacher:
         """The teacher's outputs for a batch.
 
         Args:
-            student: the student as the trainer runs it (DDP, FSDP or compiled).
+            student: the student as the trainer runs it (DDP or compiled).
             unwrapped: the student without such a wrapper.
             batch: the keyword arguments of the model.
-
-        Raises:
-            ValueError: the student is split over several processes, and weights of the model itself train.
         """
         if self.model is not None:
             self.model.to(device=next(unwrapped.parameters()).device)  # type: ignore[call-arg]  # torch's own argument
             return self.model(**batch)
         with need_installation(self.root).stock(), evaluating(unwrapped), _without_adapters(unwrapped):
             if self.frozen:
-                refuse_frozen_copies(is_sharded(unwrapped))
                 return functional_call(unwrapped, self.frozen, (), batch)
             return student(**batch)
 
@@ -123,19 +118,6 @@ def note_retrained(installation: Installation, retrained: bool = True) -> bool:
         swap.retrained = retrained
     installation.refresh()
     return before
-
-
-def refuse_frozen_copies(sharded: bool) -> None:
-    """Refuse weights that are split over processes: FSDP puts them back instead of the frozen copies.
-
-    Raises:
-        ValueError: the weights are split.
-    """
-    if sharded:
-        raise ValueError(
-            "frozen copies cannot take the place of sharded weights (FSDP, DeepSpeed ZeRO-3), so the teacher would "
-            "change with the student; train adapters (PEFT), or pass another model as teacher."
-        )
 
 
 def _unused_at_strength_0(model: nn.Module) -> set[int]:
@@ -161,9 +143,7 @@ def _without_adapters(model: nn.Module) -> Iterator[None]:
 
     What requires gradients stays as it is: PEFT would switch all adapters on.
     """
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    with contextlib.ExitStack() as off:
-        off.callback(_set_flags, flags)
+    with preserve_training_flags(model), contextlib.ExitStack() as off:
         for module in model.modules():
             if isinstance(module, PeftModel):
                 off.enter_context(module.disable_adapter())
@@ -171,12 +151,6 @@ def _without_adapters(model: nn.Module) -> Iterator[None]:
                 module.enable_adapters(False)
                 off.callback(module.enable_adapters, True)
         yield
-
-
-def _set_flags(flags: list[tuple[nn.Parameter, bool]]) -> None:
-    """Let parameters require gradients, or not, as noted before."""
-    for parameter, flag in flags:
-        parameter.requires_grad_(flag)
 
 
 def check_teacher(student: PreTrainedModel, teacher: Any) -> None:
@@ -314,6 +288,7 @@ class DistillationTrainer(Trainer):
         self.teacher = teacher if isinstance(teacher, Teacher) else Teacher(model, teacher)
         self.errors = LayerErrors(installation, self.teacher.originals) if self.losses.layers else None
         args = copy.copy(args) if args is not None else TrainingArguments()
+        refuse_sharding(args, model)
         if args.n_gpu > 1:  # DataParallel's copies of the model share the swaps' state
             raise ValueError(
                 f"this process sees {args.n_gpu} GPUs; start one process per GPU with accelerate launch, or set "
@@ -327,9 +302,6 @@ class DistillationTrainer(Trainer):
         self.model_accepts_loss_kwargs = False  # the loss is a mean, which Trainer divides by the accumulation steps
         self.can_return_loss = True  # without labels there is still a loss to evaluate
         self.label_names: list[str] = []
-        if getattr(getattr(self.accelerator.state, "fsdp_plugin", None), "fsdp_version", None) == 1:
-            raise ValueError("version 1 of FSDP keeps what trains in flat tensors; take version 2 (fsdp_version: 2).")
-        refuse_frozen_copies(bool(self.teacher.frozen) and (self.is_fsdp_enabled or zero_3(args)))
         self.split_head: bool | None = None  # True once the logits are known to be the head's output on hidden states
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -354,11 +326,11 @@ class DistillationTrainer(Trainer):
             if _internal_call:  # a checkpoint in the middle of a training continues on this model
                 warnings.filterwarnings("ignore", "an adapter is saved")
             super().save_model(output_dir, _internal_call)
-        whole = {name: _whole(tensor).detach().cpu() for name, tensor in self._beside_adapters().items()}
-        if self.args.should_save and whole:
+        beside = self._beside_adapters()
+        if self.args.should_save and beside:
             folder = Path(output_dir or self.args.output_dir or ".")
             folder.mkdir(parents=True, exist_ok=True)
-            save_file({name: tensor.contiguous() for name, tensor in whole.items()}, folder / BESIDE)
+            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in beside.items()}, folder / BESIDE)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """As in `Trainer`, with what trains beside adapters."""
@@ -382,15 +354,12 @@ class DistillationTrainer(Trainer):
             )
         with torch.no_grad():
             for name, value in load_file(path).items():
-                beside[name].copy_(_placed(value, beside[name]))
+                beside[name].copy_(value)
 
     def _beside_adapters(self) -> dict[str, nn.Parameter]:
-        """What trains in a model with PEFT's adapters and is no adapter: the variant's own parameters.
-
-        DeepSpeed keeps them itself: its checkpoints have all that trains.
-        """
+        """What trains in a model with PEFT's adapters and is no adapter: the variant's own parameters."""
         model = self.accelerator.unwrap_model(self.model)
-        if not isinstance(model, PeftModel) or self.is_deepspeed_enabled:
+        if not isinstance(model, PeftModel):
             return {}
         adapters = {
             id(parameter)
@@ -434,7 +403,7 @@ class DistillationTrainer(Trainer):
             wanted["output_hidden_states"] = True
         root = self.root
         teaching = self.teacher.model or self.teacher.root
-        split = self._can_split(root, model) and self.split_head is not False
+        split = self._can_split(root) and self.split_head is not False
         if split:
             # The last token by index: for a slice of one token per row, torch would copy the whole head.
             wanted["logits_to_keep"] = torch.tensor([-1])
@@ -451,14 +420,12 @@ class DistillationTrainer(Trainer):
                 return self._compared(model, unwrapped, batch)
         return Comparison(student, teacher, batch, root, teaching, split)
 
-    def _can_split(self, root: PreTrainedModel, model: nn.Module) -> bool:
+    def _can_split(self, root: PreTrainedModel) -> bool:
         """True if the logits can be computed from the last hidden states, a chunk at a time."""
         models = [root] if self.teacher.model is None else [root, self.teacher.model]
         if not self.losses.logits or not all(map(can_skip_logits, models)):
             return False
-        if any(parameter.requires_grad for parameter in root.get_output_embeddings().parameters()):
-            return False
-        return not is_sharded(model)
+        return not any(parameter.requires_grad for parameter in root.get_output_embeddings().parameters())
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in `Trainer`, with training steps for a fitted calibration that are relative to the size of its entries.
@@ -479,18 +446,6 @@ class DistillationTrainer(Trainer):
     def merge_and_unload(self) -> nn.Module:
         """Return the trained model, with PEFT's adapters merged into the weights."""
         return merge_adapters(self.accelerator.unwrap_model(self.model), need_installation(self.root))
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    """All numbers of a parameter that FSDP2 may have split. Every process has to come here."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-
-def _placed(value: Tensor, parameter: Tensor) -> Tensor:
-    """A value split over processes as a parameter is."""
-    if not isinstance(parameter, DTensor):
-        return value
-    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
 @contextlib.contextmanager
