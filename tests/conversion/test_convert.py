@@ -127,25 +127,22 @@ def test_a_distillation_that_diverged_is_taken_back(stage: Distil, rate: float, 
     unpatch_model(model)
     assert same(weights(model), before)
     path = report.save(tmp_path).with_suffix(".json")
-    again = ConversionReport.from_dict(json.loads(path.read_text(), parse_constant=pytest.fail))
-    assert str(again).splitlines()[0] == report.summary
+    assert json.loads(path.read_text(), parse_constant=pytest.fail)["trained"] is False
 
 
 @pytest.mark.parametrize("stage", [BODY, ADAPTERS], ids=["weights", "adapters"])
-@pytest.mark.parametrize("first", [0, 96])
-def test_the_best_measured_weights_are_the_result(stage: Distil, first: int, tmp_path: Path) -> None:
-    """What loses a little more than an earlier training, or than no training, is taken back; also by a later run."""
-    stages = [replace(stage, tokens=first, learning_rate=1e-4)] if first else []
+def test_the_best_measured_weights_are_the_result(stage: Distil, tmp_path: Path) -> None:
+    """What loses a little more than no training is taken back; also by a later run."""
     hurts = replace(stage, learning_rate=0.05)
     models, reports = [stock("bert"), stock("bert")], []
     for model in models:
-        given = {"stages": [*stages, hurts], "tokens": 192, "output_dir": tmp_path}
+        given = {"stages": [hurts], "tokens": 192, "output_dir": tmp_path}
         reports.append(converted(model, "simpletron_resl", rows("bert"), **given))
     report = reports[0]
     best = min(report.steps, key=lambda step: step.lost.divergence_or_error)
     assert "distillation taken back" in names(report)
     assert report.lost.divergence_or_error == pytest.approx(best.lost.divergence_or_error, rel=1e-4)
-    assert report.trained == bool(first)
+    assert not report.trained
     assert "Training hurt" in str(report)
     assert same(weights(models[0]), weights(models[1]))
     assert timeless(reports[0]) == timeless(reports[1])
@@ -479,14 +476,9 @@ def test_the_report_as_text_html_and_json(tmp_path: Path) -> None:
     assert all(cell in text for step in report.steps for cell in step.cells())
     assert all(line in text for line in below)
     assert "<svg" in text
-    again = ConversionReport.from_dict(json.loads((tmp_path / "new" / "conversion.json").read_text()))
-    assert again == report
-    data = report.to_dict()
+    data = json.loads((tmp_path / "new" / "conversion.json").read_text())
     assert (data["met"], data["layers"], data["loss"]) == (True, list(report.layers), report.lost.degradation)
     assert data["measure"] == "perplexity above the stock model's"
-    whole = converted(stock("bert"), "modern_hopfield", rows("bert"), tokens=1)
-    assert ConversionReport.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
-    assert "<svg" not in whole.save(tmp_path / "whole").read_text()
 
 
 # -- Refusals ----------------------------------------------------------------------------------------------------------
