@@ -29,7 +29,6 @@ from tests import zoo
 from tests.contract.harness import batch_of, forward, refused, swaps
 
 from .converting import ADAPTERS, BODY, CALM, converted, rows, same, stock, timeless, weights
-from .letters import Words
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT
@@ -327,15 +326,6 @@ def test_labels_are_not_read() -> None:
     assert same(weights(models[0]), weights(models[1]))
 
 
-def test_rows_of_unequal_length() -> None:
-    data = [
-        {"input_ids": row["input_ids"][: 3 + n % 4].tolist(), "attention_mask": [1] * (3 + n % 4)}
-        for n, row in enumerate(rows("bert", 40))
-    ]
-    report = converted(stock("bert"), "simpletron_resl", data, processor=Words())
-    assert 0 < spent(report) <= 200
-
-
 KINDS: dict[str, Callable[[], Any]] = {
     "regression": lambda: zoo.build("bert", head="classification", num_labels=1),
     "backbone": lambda: zoo.build("bert", head="base"),
@@ -567,13 +557,6 @@ def test_the_control_counts_as_a_stock_model() -> None:
     assert timeless(reports[0]) == timeless(reports[1])
     assert same(weights(models[0]), weights(models[1]))
     assert models[0].config.attn_swap == models[1].config.attn_swap
-
-
-def test_a_refusal_leaves_the_control_in_place() -> None:
-    model = patch_model(stock("bert"), "softmax")
-    with refused("tokens must be a whole number"):
-        converted(model, "belief", rows("bert"), tokens=-1)
-    assert describe(model).to_dict() == describe(patch_model(stock("bert"), "softmax")).to_dict()
 
 
 @pytest.mark.parametrize("other", ["variant", "weights", "data", "tokens", "bf16"])
