@@ -66,16 +66,16 @@ class Distil(Losses):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "trainable", _names(self.trainable))
-        _positive(self, "epochs", "tokens", "learning_rate", "rank", "batch")
-        _one_budget(self)
+        names = (self.trainable,) if isinstance(self.trainable, str) else tuple(self.trainable)
+        object.__setattr__(self, "trainable", names)
+        for name in ("epochs", "tokens", "learning_rate", "rank", "batch"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"distil: {name} must be above 0, got {value!r}.")
+        if self.tokens is not None and self.epochs != Distil.epochs:
+            raise ValueError("distil: give tokens or epochs, not both.")
         if self.rank is not None and self.trainable != (BODY,):
             raise ValueError("distil: with a rank, adapters train; leave out trainable, or the rank.")
-
-    @property
-    def recorded(self) -> str:
-        """The name of this stage in the record of a run."""
-        return "distil"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,29 +304,3 @@ def engine_form(variant: str, options: Mapping[str, Any]) -> tuple[str, dict[str
     if len(names) == 1:
         return names[0], given[names[0]]
     return "+".join(names), {name: chosen for name, chosen in given.items() if chosen}
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
-def _one_budget(stage: Distil) -> None:
-    """Refuse two budgets at once.
-
-    Raises:
-        ValueError: there are tokens and epochs.
-    """
-    if stage.tokens is not None and stage.epochs != type(stage).epochs:
-        raise ValueError(f"{stage.name}: give tokens or epochs, not both.")
-
-
-def _positive(stage: Any, *names: str) -> None:
-    """Refuse a number that is not above 0.
-
-    Raises:
-        ValueError: a number is not above 0.
-    """
-    for name in names:
-        value = getattr(stage, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"{stage.name}: {name} must be above 0, got {value!r}.")
