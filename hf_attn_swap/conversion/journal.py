@@ -120,14 +120,16 @@ class Snapshot:
     """The values of one moment.
 
     Attributes:
-        plain: what is no tensor, as JSON keeps it: for each swap its strength and its fits.
-        swaps: the tensors of the swaps, by number of the layer and of the copy, and by name.
+        held: what each swap holds beside its tensors, by number of the layer and of the copy.
+        swaps: the tensors of the swaps, by the same number, and by name.
         weights: the values of weights that a step has changed.
+        changed: a training is in the weights.
     """
 
-    plain: dict[str, Any]
+    held: dict[str, dict[str, Any]]
     swaps: dict[str, Tensor]
     weights: dict[nn.Parameter, Tensor]
+    changed: bool = False
 
     def named(self, model: nn.Module) -> dict[str, Tensor]:
         """All tensors, for a file. Weights have their names in the model."""
@@ -135,28 +137,30 @@ class Snapshot:
         return {**self.swaps, **{f"weight {names[parameter]}": value for parameter, value in self.weights.items()}}
 
     @classmethod
-    def read(cls, plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module) -> Snapshot:
-        """The snapshot of `plain` and of what `named` gave, for a model with parameters of the same names."""
+    def read(cls, held: dict[str, Any], tensors: dict[str, Tensor], changed: bool, model: nn.Module) -> Snapshot:
+        """The snapshot of what `named` gave, for a model with parameters of the same names."""
         parameters = dict(model.named_parameters())
         weights = {name.removeprefix("weight "): value for name, value in tensors.items() if name.startswith("weight ")}
         return cls(
-            plain,
+            held,
             {name: value for name, value in tensors.items() if name.startswith("swap ")},
             {parameters[name]: value for name, value in weights.items()},
+            changed,
         )
 
 
-def taken(swaps: Swaps, weights: Iterable[nn.Parameter]) -> Snapshot:
+def taken(swaps: Swaps, weights: Iterable[nn.Parameter], changed: bool = False) -> Snapshot:
     """A snapshot of swaps and weights. The tensors are copies, on the CPU."""
-    held = _by_place(swaps)
+    by_place = _by_place(swaps)
     return Snapshot(
-        {place: _plain(swap) for place, swap in held.items()},
+        {place: _held(swap) for place, swap in by_place.items()},
         {
             f"swap {place} {name}": copied(value)
-            for place, swap in held.items()
+            for place, swap in by_place.items()
             for name, value in swap.state_dict().items()
         },
         {parameter: copied(parameter) for parameter in weights},
+        changed,
     )
 
 
@@ -165,7 +169,7 @@ def given_back(snapshot: Snapshot, swaps: Swaps) -> None:
     for place, swap in _by_place(swaps).items():
         start = f"swap {place} "
         tensors = {name.removeprefix(start): v for name, v in snapshot.swaps.items() if name.startswith(start)}
-        _fill(swap, snapshot.plain[place], tensors)
+        _fill(swap, snapshot.held[place], tensors)
     put(snapshot.weights)
 
 
@@ -185,7 +189,7 @@ def _by_place(swaps: Swaps) -> dict[str, Swap]:
     return {f"{index}.{number}": swap for index, group in swaps.items() for number, swap in enumerate(group)}
 
 
-def _plain(swap: Swap) -> dict[str, Any]:
+def _held(swap: Swap) -> dict[str, Any]:
     """What a swap holds beside its tensors."""
     return {
         "strength": swap.strength,
@@ -194,14 +198,14 @@ def _plain(swap: Swap) -> dict[str, Any]:
     }
 
 
-def _fill(swap: Swap, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Give a swap what `_plain` and `state_dict` told of it. A fit that stays keeps its module."""
-    swap.compute_at(plain["strength"])
-    swap.retrained = plain["retrained"]
+def _fill(swap: Swap, held: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Give a swap what `_held` and `state_dict` told of it. A fit that stays keeps its module."""
+    swap.compute_at(held["strength"])
+    swap.retrained = held["retrained"]
     like = next((parameter for parameter in swap.parameters()), swap.strength_value)
-    for name in swap.fitted.keys() - plain["fits"].keys():
+    for name in swap.fitted.keys() - held["fits"].keys():
         swap.drop(name)
-    for name, spec in plain["fits"].items():
+    for name, spec in held["fits"].items():
         if name not in swap.fitted or swap.fitted[name].spec() != spec:
             swap.put(FITTED[name].from_spec(spec, swap.geometry).placed_like(like))
     swap.load_state_dict(tensors)

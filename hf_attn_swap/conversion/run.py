@@ -344,15 +344,14 @@ class Run:
         """The values of the swaps, and of the weights that steps have changed."""
         inside = {id(parameter) for copies in self.swaps.values() for swap in copies for parameter in swap.parameters()}
         outside = {id(parameter) for parameter in self.student.parameters()} - inside
-        snapshot = taken(self.swaps, [parameter for parameter in self.originals if id(parameter) in outside])
-        return Snapshot({"swaps": snapshot.plain, "changed": self.changed}, snapshot.swaps, snapshot.weights)
+        return taken(self.swaps, [parameter for parameter in self.originals if id(parameter) in outside], self.changed)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Give the model the values of a snapshot; weights that were not changed then get their first values."""
         self.keep(snapshot.weights)
         put({parameter: value for parameter, value in self.originals.items() if parameter not in snapshot.weights})
-        given_back(Snapshot(snapshot.plain["swaps"], snapshot.swaps, snapshot.weights), self.swaps)
-        self.changed = snapshot.plain["changed"]
+        given_back(snapshot, self.swaps)
+        self.changed = snapshot.changed
         if self.swaps:  # none before the first swap
             self.installation.refresh()
 
@@ -388,7 +387,8 @@ class Run:
             snapshot = self.snapshot()
             tensors = snapshot.named(self.student)
             entry["left"] = {
-                "model": snapshot.plain,
+                "held": snapshot.held,
+                "changed": snapshot.changed,
                 "rank": None if self.adapters is None else self.adapters.active_peft_config.r,
                 "budget": asdict(self.budget),
                 "sentences": list(self.sentences),  # later steps go on writing
@@ -402,6 +402,6 @@ class Run:
             self.adapt(left["rank"])
         if left["rank"] is None:
             self.leave_adapters(merged=False)
-        self.restore(Snapshot.read(left["model"], tensors, self.student))
+        self.restore(Snapshot.read(left["held"], tensors, left["changed"], self.student))
         self.budget = Budget(**left["budget"])
         self.sentences = list(left["sentences"])
