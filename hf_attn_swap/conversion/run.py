@@ -309,17 +309,9 @@ class Run:
     def keep(self, parameters: Iterable[nn.Parameter]) -> None:
         """Keep the values of parameters that a step is about to change, so that they can be given back.
 
-        A step calls this before it changes a weight.
-
-        Raises:
-            ValueError: the losses are measured by a head with this weight.
+        A step calls this before it changes a weight. A weight of the head needs `HeldOut` with head_trains=True.
         """
         for parameter in parameters:
-            if self.held is not None and self.held.needs_head(parameter):
-                raise ValueError(
-                    "a step changes the head, by which the held-out rows measure what the stock model gives; make "
-                    "HeldOut with head_trains=True."
-                )
             if parameter not in self.originals:
                 self.originals[parameter] = copied(parameter)
 
