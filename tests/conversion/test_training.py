@@ -30,7 +30,7 @@ def state(length: int, folder: Path, **budget: int) -> Any:
     return SimpleNamespace(
         rows=rows_of(length),
         budget=Budget(**budget),
-        config=SimpleNamespace(last=DISTIL, low_memory=False),
+        config=SimpleNamespace(distil=DISTIL, low_memory=False),
         args=TrainingArguments(output_dir=str(folder), per_device_train_batch_size=5, report_to="none"),
         journal=SimpleNamespace(folder=None),
         folder=folder,
