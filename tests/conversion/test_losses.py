@@ -84,7 +84,7 @@ def test_every_training_compares_layers_with_the_original_attention(stage: Disti
     model, first = stock("bert"), stock("bert").state_dict()
     paths = {module: path for path, module in model.named_modules()}
     converted(model, "simpletron_resl", rows("bert"), stages=[replace(stage, layers=1.0)], max_loss=1e-12)
-    assert len(frozen) > 3, "there were several trainings"
+    assert len(frozen) == 2, "the group trains again while a budget needs it"
     for container, values in frozen:
         assert values
         for name, value in values.items():
