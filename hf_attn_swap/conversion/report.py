@@ -64,29 +64,6 @@ class _Costs:
             ],
         )
 
-    def plot(self) -> Figure:
-        """A bar per unit, in the order of the model; a colour for each head of a layer."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=SIZE, layout="constrained")
-        axes = figure.subplots()
-        heads: dict[int | None, dict[int, float]] = {}
-        for unit, lost in self.alone.items():
-            layer, head = unit if isinstance(unit, tuple) else (unit, None)
-            heads.setdefault(head, {})[layer] = lost.degradation
-        width = 0.9 / len(heads)
-        for place, (head, costs) in enumerate(heads.items()):
-            places = [layer + place * width for layer in costs]
-            axes.bar(places, list(costs.values()), width, label=None if head is None else f"head {head}")
-        if None not in heads:
-            axes.legend(ncols=4, fontsize="small")
-        axes.set(
-            xlabel="layer",
-            ylabel=self.together.measure,
-            title=f"{self.variant}: what each {self.unit} alone costs",
-        )
-        return figure
-
     def name_of(self, unit: Any) -> str:
         """A unit in the table."""
         return str(unit)
@@ -119,6 +96,18 @@ class Sensitivity(_Costs):
     def alone(self) -> dict[int, Lost]:
         """What was lost with this layer alone swapped, by the layer's number."""
         return self.layers
+
+    def plot(self) -> Figure:
+        """A bar per layer."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=SIZE, layout="constrained")
+        axes = figure.subplots()
+        axes.bar(list(self.layers), [lost.degradation for lost in self.layers.values()], 0.9)
+        axes.set(
+            xlabel="layer", ylabel=self.together.measure, title=f"{self.variant}: what each {self.unit} alone costs"
+        )
+        return figure
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Sensitivity:
@@ -359,26 +348,12 @@ class ConversionReport:
         (folder / "conversion.json").write_text(f"{text}\n", encoding="utf-8")
         page = folder / "conversion.html"
         title = f"{self.model} with {self.variant}"
-        pictures = "".join(
-            _picture(sensitivity)
-            for sensitivity in (self.head_sensitivity, self.sensitivity)
-            if sensitivity is not None
-        )
+        costs = "".join(costs._repr_html_() for costs in (self.head_sensitivity, self.sensitivity) if costs is not None)
         page.write_text(
             f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>"
             "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
             "table{border-collapse:collapse}td,th{padding:.2rem .8rem;border-bottom:1px solid #8886;text-align:left}"
-            f":root{{color-scheme:light dark}}</style><h1>{escape(title)}</h1>{self._repr_html_()}{pictures}</html>\n",
+            f":root{{color-scheme:light dark}}</style><h1>{escape(title)}</h1>{self._repr_html_()}{costs}</html>\n",
             encoding="utf-8",
         )
         return page
-
-
-def _picture(sensitivity: HeadSensitivity | Sensitivity) -> str:
-    """The picture of the costs of layers or heads as SVG, inside the page."""
-    import io
-
-    drawn = io.StringIO()
-    sensitivity.plot().savefig(drawn, format="svg")
-    text = drawn.getvalue()
-    return text[text.index("<svg") :]
