@@ -58,6 +58,15 @@ from .value_scale import scale_values
 
 WELL_CONDITIONED = 1e3  # up to this condition number, W_o is inverted exactly
 DAMPING = 0.01  # of the inverse of W_o, as a share of its largest singular value
+TINY = 0.01  # a skip of less than this share of the input is not worth a sentence
+RIDGE = 1e-4
+NO_FIT = "no fit"
+SCALED = "scaled values"  # without a fit of the heads
+ROWS_AT_A_TIME = 8
+M = TypeVar("M", bound=nn.Module)
+
+
+# -- What the heads are fitted to --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -179,7 +188,7 @@ def _shares(swap: Swap) -> tuple[float, float]:
     return 0.0, 1.0
 
 
-TINY = 0.01  # a skip of less than this share of the input is not worth a sentence
+# -- The fit -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,12 +286,6 @@ class Moments:
         mean_HD = self.cross_HFD[:, -1] / self.rows
         total_H = self.square_H - self.rows * mean_HD.square().sum(1)
         return tuple((1 - error_H / total_H.clamp_min(torch.finfo(torch.float64).tiny)).tolist())
-
-
-RIDGE = 1e-4
-NO_FIT = "no fit"
-SCALED = "scaled values"  # without a fit of the heads
-ROWS_AT_A_TIME = 8
 
 
 def calibrate(
@@ -472,7 +475,7 @@ def _calibration_rows(rows: Rows) -> int:
     return max(8, round(16_384 / rows.length)) if rows.unit == TOKENS else 256
 
 
-M = TypeVar("M", bound=nn.Module)
+# -- A fit folded into the weights -------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

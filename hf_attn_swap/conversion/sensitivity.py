@@ -13,9 +13,11 @@ published hybrids that keep a part of the softmax layers; docs/mathematics.md, s
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -27,19 +29,16 @@ from ..patch import need_installation
 from ..text.bar import bar
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
-
-if TYPE_CHECKING:
-    pass
-import itertools
-from functools import partial
-
 from .config import OPTION, by_heads
 from .report import HeadSensitivity, Sensitivity
 from .rows import FEWEST_HELD, TOKENS
 from .run import Run
 
 DISTANCE = 200  # tokens between the two readings of a passage, unless a window is wider
-SIZE = (7.0, 3.2)  # of the picture, in inches
+HEAD_TOKENS = 512  # of rows, for each head: there are several times as many heads as layers
+HEAD_ROWS = 8  # of other data
+HEAD_PASSAGES = 2
+GROUPS = 6  # of layers, when a budget decides how many layers are converted
 
 
 def layer_sensitivity(
@@ -257,10 +256,7 @@ def passages_beyond(model: nn.Module, rows: Iterable[Any], reach: int | None, di
     return Passages.of(model, rows, (distance or max(DISTANCE, reach or 0),))
 
 
-HEAD_TOKENS = 512  # of rows, for each head: there are several times as many heads as layers
-HEAD_ROWS = 8  # of other data
-HEAD_PASSAGES = 2
-GROUPS = 6  # of layers, when a budget decides how many layers are converted
+# -- The steps of a conversion -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

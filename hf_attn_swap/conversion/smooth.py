@@ -37,6 +37,9 @@ from ..wiring.layers import Layer
 ALPHAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # that are tried; 0 stands for no smoothing
 TOKENS = 512  # of each held-out batch that an alpha is tried on
 SMALLEST = 1e-5  # a channel or a column of weights below counts as this
+ROUNDED = 0.01  # of fp16: wrong edges are wrong by a multiple of this
+TRIED = 2  # edges are tried with powers from -2 to 2
+NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")  # of a layer, in a path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +332,9 @@ def _outputs(installation: Installation, batch: Batch) -> list[Tensor]:
     return outputs
 
 
+# -- Where the scale of channels is free -------------------------------------------------------------------------------
+
+
 class Trace:
     """One forward pass. A source is the output of a norm or of a matrix, an embedding included.
 
@@ -458,11 +464,6 @@ def is_norm(module: nn.Module) -> bool:
         and all(parameter.dim() == 1 for parameter in parameters)
         and not any(True for _ in module.children())
     )
-
-
-ROUNDED = 0.01  # of fp16: wrong edges are wrong by a multiple of this
-TRIED = 2  # edges are tried with powers from -2 to 2
-NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")  # of a layer, in a path
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,11 @@ from .distributed import refuse_sharding
 from .losses import Comparison, LayerErrors, Losses, Pass
 from .trainable import choose_trainable, configs_of, preserve_training_flags
 
+BESIDE = "beside_adapters.safetensors"  # in a checkpoint: what trains and is no adapter
+
+
+# -- The teacher -------------------------------------------------------------------------------------------------------
+
 
 class Teacher:
     """Computes the outputs that a student should have.
@@ -169,6 +174,9 @@ def check_teacher(student: PreTrainedModel, teacher: Any) -> None:
             )
 
 
+# -- The student -------------------------------------------------------------------------------------------------------
+
+
 class Bar(ProgressCallback):
     """The bar of a `Trainer`, with the loss beside the bar in place of printed lines.
 
@@ -238,9 +246,6 @@ def checkpointed_layers_without_dropout(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, rate in rates:
             setattr(module, name, rate)
-
-
-BESIDE = "beside_adapters.safetensors"  # in a checkpoint: what trains and is no adapter
 
 
 class DistillationTrainer(Trainer):

@@ -35,6 +35,12 @@ from .arguments import CONTROL, ConversionArguments, DataArguments, ModelArgumen
 from .metrics import LOWER_IS_BETTER, OUTLIERS, paired_interval
 from .run import TRAINED, Outcome, Task, run
 
+PAIRED = "95 %, paired bootstrap over the held-out rows (1,000 draws), mean over seeds; it does not hold their spread"
+FEWEST_BLOCKS = 10
+HUB_SECONDS = 10.0
+ONE_SEED = "One seed: another would change the difference to the control."
+SMALL = "A small budget, the same for the control: it compares attentions, and is not the best this model can do."
+
 
 def compare(
     build: Callable[[], Task],
@@ -136,11 +142,7 @@ def push_run(model: ModelArguments, training: TrainingArguments) -> str:
     ).commit_url
 
 
-PAIRED = "95 %, paired bootstrap over the held-out rows (1,000 draws), mean over seeds; it does not hold their spread"
-FEWEST_BLOCKS = 10
-HUB_SECONDS = 10.0
-ONE_SEED = "One seed: another would change the difference to the control."
-SMALL = "A small budget, the same for the control: it compares attentions, and is not the best this model can do."
+# -- The record --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,7 @@ from .arguments import CONTROL, DTYPES, ConversionArguments, ModelArguments
 from .metrics import scores
 from .stages import FineTune, run_stage
 
+OUTCOME_FILE = "outcome.json"
 CONVERTED, STAGE, TRAINED = "converted", "stage-", "model"
 
 
@@ -266,9 +267,6 @@ def _budget(task: Task, args: TrainingArguments) -> str:
 
 def _count(model: nn.Module) -> int:
     return sum(math.prod(parameter.shape) for parameter in model.parameters())
-
-
-OUTCOME_FILE = "outcome.json"
 
 
 @dataclass(frozen=True, kw_only=True)
