@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArg
 
 from hf_attn_swap import convert, patch_model
 from hf_attn_swap.conversion import DistillationTrainer
-from hf_attn_swap.conversion.stages import Distil
+from hf_attn_swap.conversion.config import Distil
 from hf_attn_swap.conversion.trainable import with_adapters
 from hf_attn_swap.text.table import markdown
 

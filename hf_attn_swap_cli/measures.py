@@ -98,8 +98,9 @@ def compare(
     from hf_attn_swap.analysis.inputs import words_of
     from hf_attn_swap.analysis.outliers import outliers
     from hf_attn_swap.conversion.report import in_words
+    from hf_attn_swap.measuring.batches import check_length, usual_length
     from hf_attn_swap.measuring.held_out import HeldOut
-    from hf_attn_swap.measuring.positions import check_length, position_table, usual_length
+    from hf_attn_swap.measuring.lost import position_table
     from hf_attn_swap.quantization import lost_in_8_bits
     from hf_attn_swap.text.finite import finite
 
@@ -172,9 +173,9 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Measure one saved model: perplexity, a classifier's accuracy, or a regression's rank correlation (Spearman)."""
+    from hf_attn_swap.measuring.batches import check_length, usual_length
     from hf_attn_swap.measuring.held_out import HeldOut
     from hf_attn_swap.measuring.lm_head import names_head
-    from hf_attn_swap.measuring.positions import check_length, usual_length
     from hf_attn_swap.text.finite import finite
 
     loaded = _load(model, task, quiet, device=device, dtype=dtype, revision=revision, token=token)
@@ -314,7 +315,7 @@ def _context(
     models: Sequence[Any], processor: Any, batches: Sequence[dict[str, Any]], *, recalled: bool, hidden: bool
 ) -> dict[str, tuple[Any, Callable[[Mapping[str, Any]], Table]]]:
     """The texts of the measures of long context that were asked for, and how what models find in them is shown."""
-    from hf_attn_swap.measuring.positions import max_positions
+    from hf_attn_swap.measuring.batches import max_positions
     from hf_attn_swap.measuring.recall import Passages
     from hf_attn_swap.measuring.retrieval import haystacks, key_value_table, needle_table, pair_texts
 

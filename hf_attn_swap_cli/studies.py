@@ -91,7 +91,7 @@ def report(
     """Report what a swap does to a model, beside the unswapped model: outliers, similarity of tokens, entropy."""
     from hf_attn_swap.analysis.comparison import compare
     from hf_attn_swap.analysis.inputs import prepare
-    from hf_attn_swap.measuring.positions import check_length, usual_length
+    from hf_attn_swap.measuring.batches import check_length, usual_length
     from hf_attn_swap.publish.checkpoint import hub_arguments, load_checkpoint, other_processor
     from hf_attn_swap.text.typed import parse_options
     from hf_attn_swap.training.data import open_rows

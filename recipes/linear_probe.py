@@ -29,16 +29,14 @@ from transformers import AutoModel, AutoTokenizer, DataCollatorWithPadding, Trai
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.conversion.config import ConvertConfig
-from hf_attn_swap.conversion.distill import run_stage
 from hf_attn_swap.conversion.journal import Journal
 from hf_attn_swap.conversion.rows import ready_rows
 from hf_attn_swap.conversion.run import Run
-from hf_attn_swap.conversion.stages import FineTune
 from hf_attn_swap.text.typed import parse_layers
 from hf_attn_swap.training import ConversionArguments, ModelArguments, TextDataArguments, load_splits, parse
-from hf_attn_swap.training.image_size import image_processor, resized
 from hf_attn_swap.training.metrics import paired_interval, scores
-from hf_attn_swap.training.recipes.image_classification import prepare
+from hf_attn_swap.training.recipes.image_classification import image_processor, prepare, resized
+from hf_attn_swap.training.stages import FineTune, run_stage
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from hf_attn_swap import unpatch_model
 from hf_attn_swap.training import About, ConversionArguments, ModelArguments, Outcome, TextDataArguments, parse, run
-from hf_attn_swap.training.publish import publish
+from hf_attn_swap.training.compare import publish
 from hf_attn_swap.training.recipes.text_classification import RecipeArguments, build_task
 
 QKV = ["query", "key", "value"]

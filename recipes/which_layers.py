@@ -26,9 +26,9 @@ from transformers import TrainingArguments
 from hf_attn_swap import convert, layer_sensitivity, patch_model
 from hf_attn_swap.analysis import Lost
 from hf_attn_swap.conversion import calibrate
+from hf_attn_swap.conversion.config import Distil
+from hf_attn_swap.conversion.report import Sensitivity
 from hf_attn_swap.conversion.rows import as_rows
-from hf_attn_swap.conversion.sensitivity import Sensitivity
-from hf_attn_swap.conversion.stages import Distil
 from hf_attn_swap.measuring.held_out import HeldOut
 from hf_attn_swap.publish.checkpoint import model_class, processor_of, read_config
 from hf_attn_swap.text.table import Table

@@ -14,8 +14,7 @@ import jinja2
 from matplotlib.figure import Figure
 
 from ..describe import Description
-from ..measuring.lost import Lost
-from ..measuring.positions import position_table
+from ..measuring.lost import Lost, position_table
 from ..publish.results import versions
 from ..text.table import Table
 from . import plots

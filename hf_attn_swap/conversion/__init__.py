@@ -3,9 +3,8 @@
 The steps are absorbed sinks, smoothed channels, scaled values, calibration, the choice of layers, and distillation.
 """
 
-from .calibrate import calibrate
+from .calibrate import calibrate, merge_calibration
 from .losses import Losses
-from .merge import merge_calibration
 from .sensitivity import head_sensitivity
 from .sink import absorb_sink
 from .smooth import smooth

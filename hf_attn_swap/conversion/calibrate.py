@@ -1,91 +1,194 @@
 """Fits the heads of a swapped attention to the heads of softmax attention, with which its weights were trained.
 
-A are the variant's heads at strength 1, and R are the heads that it should give on the same input (`target.py`). Each
-head is fitted by least squares, in one of two ways:
+A are the variant's heads at strength 1, and R are the heads that it should give on the same input. Each head is fitted
+by least squares, in one of two ways:
 
     gain:  g_h = <A_h, R_h> / <A_h, A_h>
     map:   [M_h; b_h] = argmin ||A_h M_h + b_h - R_h||^2
 
 The normal equations are summed in fp64, and padding is left out. Every layer reads the activations of the original
-model, so one pass over the batches fits all layers. The alternative is to fit the layers in order, each on the output
-of the fitted layers below. That takes a pass per layer, and it was not better on MiniLM. The squared error of the last
-hidden states, in order and in one pass: 0.463 and 0.445 (simpletron_resl), 0.171 and 0.178 (modern_hopfield), 0.106 and
-0.116 (belief).
+model, so one pass over the batches fits all layers. To fit the layers in order, each on the output of the fitted layers
+below, takes a pass per layer, and it was not better on MiniLM.
+
+What R is. A layer with input x gives c x + m Z, where Z is W_o(heads), or the heads themselves if the variant does not
+use W_o. Z' = W_o(Y) is what the weights were trained for, with the heads Y of softmax attention. The wanted Z is f Z':
+
+    pre-LayerNorm:   m Z = Z', so f = 1 / m
+    post-LayerNorm:  LN(x + c x + m Z) = LN(x + Z'), so f = (1 + c) / m
+
+Z and Z' both contain the bias b_o. So Z = f Z' holds for the heads R = f Y + (f - 1) W_o^-1 b_o.
+W_o^-1 may be damped, see `Target.offset`.
+
+The fit of an exported model is folded into the weights (`merge_calibration`):
+(A_h M_h + b_h) W_o,h = A_h (M_h W_o,h) + b_h W_o,h. The matrix M_h W_o,h replaces the rows W_o,h of the head, and
+b_h W_o,h is added to b_o. This is exact at strength 1 alone.
 The method is this package's own; docs/mathematics.md, section Calibration. The gain supplies the scale that SimpleTRON
-leaves out. Axes: B batch, L token, H head, D head width, E model width.
+leaves out. Axes: B batch, L token, H head, D head width, E model width, I input width of W_o.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from ..core.call import Call, Geometry
+from ..core.call import Call, DeviceAndDtype, Geometry
+from ..families import Site
 from ..layer.calibration import FITS, Calibration, check_fit
-from ..layer.fitted import CALL, sentences
+from ..layer.fitted import HEADS
 from ..layer.registry import parse
-from ..layer.swap import Phase
+from ..layer.swap import Phase, Swap
 from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, refuse_other_tokens, token_mask
 from ..patch import need_installation, softmax_swaps
 from ..text.bar import bar
-from ..text.table import Table
 from ..variants.softmax import Softmax
+from ..wiring.device_and_dtype import device_and_dtype
 from ..wiring.install import Installation
+from ..wiring.layers import Layer
 from .rows import TOKENS, Rows
 from .run import Run
-from .stages import Calibrate
-from .target import Target
 from .value_scale import scale_values
 
+WELL_CONDITIONED = 1e3  # up to this condition number, W_o is inverted exactly
+DAMPING = 0.01  # of the inverse of W_o, as a share of its largest singular value
 TINY = 0.01  # a skip of less than this share of the input is not worth a sentence
-HEADER = ("layer", "module", "R2 before", "R2 after", "worst head", "negative gains")
+RIDGE = 1e-4
+NO_FIT = "no fit"
+SCALED = "scaled values"  # without a fit of the heads
+ROWS_AT_A_TIME = 8
+M = TypeVar("M", bound=nn.Module)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerFit:
-    """The fit of one layer.
+# -- What the heads are fitted to --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """The target of one layer.
 
     Attributes:
-        layer, module: number and path of the attention module.
-        before, after: R^2 per head on the calibration tokens, before the fit and after the fit.
-        gains: the fitted gain per head; None for maps.
-        tokens: how many real tokens the fit used.
+        layer: the swapped layer, whose heads are fitted.
+        source: softmax attention, with which the weights were trained.
+        constant: True if the fit has a bias (a map), False if it has none (a gain).
+
+    Raises:
+        ValueError: the variant's output does not contain the heads (m = 0), so there is nothing to fit.
     """
 
-    layer: int
-    module: str
-    before: tuple[float, ...]
-    after: tuple[float, ...]
-    gains: tuple[float, ...] | None
-    tokens: int
+    layer: Layer
+    source: Swap
+    constant: bool = True
+
+    def __post_init__(self) -> None:
+        if _shares(self.swap)[1] == 0:
+            raise ValueError(
+                f"{'+'.join(self.swap.names)} with these options drops the read-out, so nothing can be calibrated; "
+                "choose other options (modern_hopfield: alpha below 1)."
+            )
 
     @property
-    def negative(self) -> tuple[int, ...]:
-        """The heads whose gain is negative: their output points away from the target."""
-        return tuple(head for head, gain in enumerate(self.gains or ()) if gain < 0)
+    def site(self) -> Site:
+        """The attention block."""
+        return self.layer.site
 
-    def cells(self) -> tuple[str, ...]:
-        """The layer's row of the table, in the order of `HEADER`."""
-        worst = min(range(len(self.after)), key=self.after.__getitem__)
-        if self.gains is None:
-            negative = "-"
-        else:
-            negative = ", ".join(map(str, self.negative)) or "none"
-        return (
-            str(self.layer),
-            self.module,
-            f"{fmean(self.before):.3g}",
-            f"{fmean(self.after):.3f}",
-            f"{worst} ({self.after[worst]:.3f})",
-            negative,
-        )
+    @property
+    def swap(self) -> Swap:
+        """The swapped attention."""
+        return self.layer.swap
+
+    @property
+    def projection(self) -> nn.Module:
+        """The module of W_o."""
+        assert self.site.family.output is not None
+        return self.site.container.get_submodule(self.site.family.output)
+
+    @property
+    def device_and_dtype(self) -> DeviceAndDtype:
+        """The device and the dtype of the layer."""
+        return device_and_dtype(self.site.container, self.site.core)
+
+    @property
+    def factor(self) -> float:
+        """f: the multiple of the source's Z' that the swapped layer should give."""
+        skip, share = _shares(self.swap)
+        return (1 + skip if self.site.family.post_norm else 1.0) / share
+
+    @property
+    def left(self) -> float:
+        """The multiple of the input that the swap adds and that no fit can undo; 0 in a post-LayerNorm block."""
+        return 0.0 if self.site.family.post_norm else _shares(self.swap)[0]
+
+    def wanted(self, heads_BLHD: Tensor) -> Tensor:
+        """Return the wanted heads R (B,L,H,D) of the swapped layer, from the heads (B,L,H,D) of the source."""
+        flat = heads_BLHD.flatten(2)
+        if self.swap.keeps_projection:
+            return (self.factor * flat + self.offset).view_as(heads_BLHD)
+        through: Tensor = self.projection(flat)
+        return (self.factor * through).view_as(heads_BLHD)
+
+    @cached_property
+    def offset(self) -> Tensor | float:
+        """(f - 1) W_o^-1 b_o, of width H D: the constant part of R; 0 for a gain, which has no constant.
+
+        The inverse is damped where W_o is not well conditioned. W_o of a ViT has directions that are a million times
+        weaker than others: a constant that reached b_o through them would be thousands of times larger than the heads,
+        and no training could move W_o.
+        """
+        if not self.constant or self.factor == 1:
+            return 0.0
+        if not is_matrix(self.projection):
+            raise ValueError(
+                f"layer {self.layer.number}: W_o is offloaded or quantised, and the constant of a map needs its "
+                "numbers; calibrate before the model is dispatched, or take fit='gain'."
+            )
+        weight, bias = output_matrix(self.projection)
+        if bias is None:
+            return 0.0
+        weight = weight.detach().cpu().double().T
+        left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
+        damping = DAMPING * sizes[0] if sizes[0] > WELL_CONDITIONED * sizes[-1] else 0.0
+        damped = sizes / (sizes.square() + damping**2)
+        constant = right.T @ (damped * (left.T @ bias.detach().cpu().double()))
+        offset: Tensor = (self.factor - 1) * constant.to(bias)
+        return offset
+
+
+def is_matrix(projection: nn.Module) -> bool:
+    """Return True if the weight can be read as a matrix of floating-point numbers.
+
+    Offloaded weights are on the meta device until their module is called. Weights quantised to 4 bits are bytes.
+    """
+    weight = projection.weight
+    return isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2 and not weight.is_meta
+
+
+def output_matrix(projection: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return the weight of a projection as (input width, output width), a view of the parameter, and its bias."""
+    weight = projection.weight
+    bias = getattr(projection, "bias", None)
+    assert isinstance(weight, Tensor)
+    assert bias is None or isinstance(bias, Tensor)
+    if isinstance(projection, nn.Linear):
+        return weight.T, bias
+    return weight, bias  # a Conv1D stores its weight as (input width, output width)
+
+
+def _shares(swap: Swap) -> tuple[float, float]:
+    """Return (c, m) of the layer's output c x + m Z at strength 1."""
+    for variant in swap.variants:
+        if variant.shares != (0.0, 1.0):
+            return variant.shares
+    return 0.0, 1.0
+
+
+# -- The fit -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,54 +197,34 @@ class CalibrationReport:
 
     Attributes:
         fit: "gain" or "map".
-        layers: the fit of each layer.
+        before, after: by the layer's number, R^2 of each head on the calibration tokens, before and after the fit.
+        tokens: how many real tokens a layer was fitted on.
         lengths: the shortest and the longest row of the calibration batches, in real tokens.
         left: the multiple of a layer's input that the swap adds and that no fit can undo; 0 in post-LayerNorm blocks.
     """
 
     fit: str
-    layers: tuple[LayerFit, ...]
+    before: dict[int, tuple[float, ...]]
+    after: dict[int, tuple[float, ...]]
+    tokens: int
     lengths: tuple[int, int]
     left: float = 0.0
 
-    @property
-    def unexplained(self) -> float:
-        """1 - R^2 after the fit, as a mean over layers and heads."""
-        return 1 - fmean(value for layer in self.layers for value in layer.after)
-
-    @property
-    def skip_words(self) -> str:
-        """A sentence on a skip that no fit can undo; empty if there is none, or a tiny one."""
-        if abs(self.left) < TINY:
-            return ""
-        return (
-            f"The swap adds {self.left:g} times the input in every layer, which no fit can undo in a pre-norm block: "
-            "choose options without this skip (modern_hopfield: alpha=0), or train the model for long."
-        )
-
-    def summary(self) -> str:
-        """The report in two sentences, and one more for a skip that no fit can undo."""
+    def __str__(self) -> str:
+        """Two sentences, and one more for a skip that no fit can undo."""
         shortest, longest = self.lengths
         span = f"{longest}" if shortest == longest else f"{shortest} to {longest}"
-        sentences = (
-            f"{self.fit} fitted to softmax on {self.layers[0].tokens:,} tokens: {self.unexplained:.1%} of the "
-            f"read-out stays unexplained. Rows had {span} tokens; use the model at such lengths.",
-            self.skip_words,
+        unexplained = 1 - fmean(value for values in self.after.values() for value in values)
+        words = (
+            f"{self.fit} fitted to softmax on {self.tokens:,} tokens: {unexplained:.1%} of the read-out stays "
+            f"unexplained. Rows had {span} tokens; use the model at such lengths."
         )
-        return " ".join(filter(None, sentences))
-
-    def __str__(self) -> str:
-        return self._table().text()
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
-
-    def _table(self) -> Table:
-        return Table(summary=self.summary(), header=HEADER, rows=[layer.cells() for layer in self.layers])
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return asdict(self)
+        if abs(self.left) < TINY:
+            return words
+        return (
+            f"{words} The swap adds {self.left:g} times the input in every layer, which no fit can undo in a pre-norm "
+            "block: choose options without this skip (modern_hopfield: alpha=0), or train the model for long."
+        )
 
 
 class Moments:
@@ -188,29 +271,21 @@ class Moments:
         solution = torch.linalg.lstsq(gram, self.cross_HFD, driver="gelsd").solution
         return solution[:, :width], solution[:, width]
 
-    def r_squared(self, weight: Tensor, bias: Tensor | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return R^2 per head, first of the variant's heads without a fit, then of the fitted heads."""
-        width = self.cross_HFD.shape[2]
-        identity = torch.eye(width, dtype=torch.float64).expand(weight.shape[0], -1, -1)
-        none = torch.zeros(weight.shape[0], width, dtype=torch.float64)
-        before = self._explained(identity, none)
-        if bias is None:
-            return before, self._explained(identity * weight[:, None, None], none)
-        return before, self._explained(weight, bias)
-
-    def _explained(self, weight_HDD: Tensor, bias_HD: Tensor) -> tuple[float, ...]:
-        solution_HFD = torch.cat([weight_HDD, bias_HD[:, None]], 1)
+    def explained(self, weight: Tensor | None = None, bias: Tensor | None = None) -> tuple[float, ...]:
+        """R^2 per head of the heads under a fit: maps (H,D,D) and biases (H,D), gains (H,), or nothing."""
+        heads, _, width = self.cross_HFD.shape
+        identity = torch.eye(width, dtype=torch.float64).expand(heads, -1, -1)
+        if weight is None:
+            weight = identity
+        elif weight.dim() == 1:
+            weight = identity * weight[:, None, None]
+        bias_HD = torch.zeros(heads, width, dtype=torch.float64) if bias is None else bias
+        solution_HFD = torch.cat([weight, bias_HD[:, None]], 1)
         error_H = self.square_H - 2 * (solution_HFD * self.cross_HFD).sum((1, 2))
         error_H = error_H + (solution_HFD * (self.gram_HFF @ solution_HFD)).sum((1, 2))
         mean_HD = self.cross_HFD[:, -1] / self.rows
         total_H = self.square_H - self.rows * mean_HD.square().sum(1)
         return tuple((1 - error_H / total_H.clamp_min(torch.finfo(torch.float64).tiny)).tolist())
-
-
-RIDGE = 1e-4
-NO_FIT = "no fit"
-SCALED = "scaled values"  # without a fit of the heads
-ROWS_AT_A_TIME = 8
 
 
 def calibrate(
@@ -243,7 +318,7 @@ def calibrate(
         progress: show a progress bar.
 
     Returns:
-        R^2 per layer and head before and after the fit, the fitted gains, and the shortest and longest row in tokens.
+        R^2 per layer and head before and after the fit, and the shortest and longest row in tokens.
 
     Raises:
         ValueError: the model is not patched or was changed by a conversion, there is no batch, there are too few real
@@ -269,10 +344,20 @@ def calibrate(
                         fitting.hook(batch, lengths, hooked)
                     forward(model, batch)
             solved = [fitting.solve(ridge) for fitting in fittings]
-            layers = tuple(fitting.apply(*solution) for fitting, solution in zip(fittings, solved, strict=True))
+            for fitting, solution in zip(fittings, solved, strict=True):
+                fitting.apply(*solution)
     shortest, longest = torch.cat(lengths).aminmax()
-    left = max((target.left for target in targets), key=abs)
-    return CalibrationReport(fit=fit, layers=layers, lengths=(int(shortest), int(longest)), left=left)
+    return CalibrationReport(
+        fit=fit,
+        before={fitting.target.layer.number: fitting.moments.explained() for fitting in fittings},
+        after={
+            fitting.target.layer.number: fitting.moments.explained(*solution)
+            for fitting, solution in zip(fittings, solved, strict=True)
+        },
+        tokens=fittings[0].moments.rows,
+        lengths=(int(shortest), int(longest)),
+        left=max((target.left for target in targets), key=abs),
+    )
 
 
 @contextlib.contextmanager
@@ -316,7 +401,7 @@ class _Fitting:
         layer = self.target.layer
         return self.moments.solve(ridge, f"layer {layer.number} ({layer.path})")
 
-    def apply(self, weight: Tensor, bias: Tensor | None) -> LayerFit:
+    def apply(self, weight: Tensor, bias: Tensor | None) -> None:
         """Put the fit into the layer."""
         calibration = Calibration(self.moments.fit, self.target.swap.geometry)
         calibration.placed_like(self.target.device_and_dtype)
@@ -325,15 +410,6 @@ class _Fitting:
             if bias is not None:
                 calibration.bias.copy_(bias.to(calibration.bias.dtype))
         self.target.swap.put(calibration)
-        before, after = self.moments.r_squared(weight, bias)
-        return LayerFit(
-            layer=self.target.layer.number,
-            module=self.target.layer.path,
-            before=before,
-            after=after,
-            gains=tuple(weight.tolist()) if bias is None else None,
-            tokens=self.moments.rows,
-        )
 
 
 def _targets(installation: Installation, *, constant: bool) -> list[Target]:
@@ -376,7 +452,7 @@ def fit_heads(run: Run) -> None:
     config = run.config
     if config.fit is None or (config.fit not in FITS and (run.within or parse(config.variant) == (Softmax,))):
         return
-    batches = _first_batches(run.rows, _calibration_rows(run.rows), 1 if config.low_memory else ROWS_AT_A_TIME)
+    batches = first_batches(run.rows, _calibration_rows(run.rows), 1 if config.low_memory else ROWS_AT_A_TIME)
     if config.fit in FITS:
         run.apply(f"fit: {config.fit}", partial(calibrate, run.model, batches, fit=config.fit, progress=run.progress))
         return
@@ -389,20 +465,7 @@ def fit_heads(run: Run) -> None:
     run.best_of("fit", candidates, unchanged=NO_FIT)
 
 
-def calibrate_stage(run: Run, stage: Calibrate, name: str) -> None:
-    """Calibrate by a stage of a recipe."""
-
-    def work() -> None:
-        batches = _first_batches(run.rows, stage.rows, run.args.train_batch_size)
-        report = calibrate(run.model, batches, fit=stage.fit, progress=run.progress)
-        first = [copies[0] for copies in run.swaps.values()]
-        words = sentences(fit for swap in first for fit in swap.fitted.values() if fit.place == CALL)
-        run.say(f"Calibrated: {report.summary()}{f' {words}' if words else ''}")
-
-    run.apply(name, work)
-
-
-def _first_batches(rows: Rows, count: int, size: int) -> list[Batch]:
+def first_batches(rows: Rows, count: int, size: int) -> list[Batch]:
     """The first rows, in batches of like length."""
     return list(rows.some(range(min(len(rows), count))).batches(size))
 
@@ -410,3 +473,95 @@ def _first_batches(rows: Rows, count: int, size: int) -> list[Batch]:
 def _calibration_rows(rows: Rows) -> int:
     """Some 16,000 tokens, or 256 rows of another kind."""
     return max(8, round(16_384 / rows.length)) if rows.unit == TOKENS else 256
+
+
+# -- A fit folded into the weights -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def merge_calibration(model: M, /) -> M:
+    """Fold every calibration into W_o and b_o, in place.
+
+    So is every other fit of the heads that is a linear map of each head (`Fitted.linear`). The model's output stays the
+    same up to rounding, and the fits are gone. As after a distillation, strength 0 is no longer the original model, and
+    config.json says so (`retrained`). Adapters belong to the model from before the merge, or are trained after it.
+    docs/mathematics.md, section Calibration.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the model is not patched or not calibrated; a strength is below 1; a variant drops W_o; an adapter
+            sits on W_o; a map has a bias but W_o has none; or a fit of the heads is no linear map. The model is then
+            unchanged.
+    """
+    installation = need_installation(model)
+    merges = [
+        (layer.site, swap, fit, *fit.linear())
+        for layer in installation.layers()
+        for swap in layer.copies
+        for fit in reversed(swap.fitted.values())  # the last fit meets W_o first
+        if fit.place == HEADS
+    ]
+    if not merges:
+        raise ValueError("no layer is calibrated; call calibrate on the model first.")
+    projections = [_projection(site, swap, bias is not None) for site, swap, _, _, bias in merges]
+    for projection, (_, swap, fit, weight, bias) in zip(projections, merges, strict=True):
+        _fold(projection, weight, bias)
+        swap.drop(fit.name)
+        swap.retrained = True
+    installation.refresh()
+    return model
+
+
+def _projection(site: Site, swap: Swap, biased: bool) -> nn.Module:
+    """The module of W_o, if a fit can be merged into it.
+
+    Raises:
+        ValueError: it cannot be.
+    """
+    if swap.strength != 1.0:
+        raise ValueError(
+            f"{site.path}: a merge is exact at strength 1 alone, this layer is at {swap.strength:g}; "
+            "call set_strength(model, 1.0) first."
+        )
+    if site.family.output is None or not swap.keeps_projection:
+        raise ValueError(
+            f"{site.path}: {'+'.join(swap.names)} drops W_o, or the package does not know which module holds it, so "
+            "nothing can be merged; keep the calibration unmerged."
+        )
+    module = site.container.get_submodule(site.family.output)
+    if not isinstance(module, (nn.Linear, Conv1D)) or hasattr(module, "base_layer") or not is_matrix(module):
+        raise ValueError(
+            f"{site.path}: {type(module).__name__} holds no plain matrix here (an adapter, or offloaded or quantised "
+            "weights); load the model without them to merge, or keep the calibration unmerged."
+        )
+    if biased and getattr(module, "bias", None) is None:
+        raise ValueError(
+            f"{site.path}: W_o has no bias to take the map's bias; keep the calibration unmerged, or calibrate "
+            "with fit='gain'."
+        )
+    return module
+
+
+def _fold(projection: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
+    """Write M W_o and b_o + b W_o into a projection."""
+    weight_IE, bias_E = output_matrix(projection)
+    fitted = _wide(weight)
+    wide_HDE = _wide(weight_IE).reshape(len(fitted), -1, weight_IE.shape[1])
+    if bias is not None:
+        assert bias_E is not None
+        _put(bias_E, _wide(bias_E) + torch.einsum("hd,hde->e", _wide(bias), wide_HDE))
+    # The weight comes last: for an fp64 weight on the CPU `wide_HDE` is a view of it.
+    merged_HDE = wide_HDE * fitted[:, None, None] if fitted.dim() == 1 else fitted @ wide_HDE
+    _put(weight_IE, merged_HDE.flatten(0, 1))
+
+
+def _wide(parameter: Tensor) -> Tensor:
+    """Return the numbers in fp64, on the CPU: some devices (Apple's) have no fp64."""
+    return parameter.detach().cpu().double()
+
+
+def _put(parameter: Tensor, values: Tensor) -> None:
+    """Write new values into a parameter. The values are rounded to its dtype on the CPU, where fp64 exists."""
+    parameter.copy_(values.to(parameter.dtype))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -18,11 +18,13 @@ from ..measuring.lm_head import names_head
 from ..measuring.lost import Lost, predicts_next
 from ..text.tokenizer import own_tokenizer
 from ..text.typed import refuse_name
+from ..variants.base import Variant
+from ..variants.outeffhop import OutEffHop
 from ..variants.sink import Sink
 from ..variants.softmax import Softmax
-from .engine_form import ENGINE, engine_form
-from .sensitivity import OPTION, by_heads
-from .stages import Distil
+from ..variants.window import Window
+from .losses import Losses
+from .trainable import BODY
 
 SMALL = 60_000_000  # an encoder with fewer parameters trains its weights, a larger one trains adapters
 MIDDLE = 500_000_000  # the same for a language model that becomes linear: 24 bytes per parameter while it trains
@@ -32,6 +34,48 @@ HALF = (
     "the weights are in {dtype}, so adapters train; load the model in float32 to train all weights, which loses less "
     "when a language model becomes linear."
 )
+ENGINE = "engine"
+SCORES = ("score", "score_value")  # kinds of `sink` that leave
+OPTION = "full_heads"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distil(Losses):
+    """Distillation without labels, by these losses; the teacher is the original model.
+
+    Attributes:
+        epochs: passes over the training rows, in a recipe.
+        tokens: the budget in tokens, in place of `epochs`.
+        learning_rate: the highest learning rate.
+        rank: the rank of LoRA adapters on all linear layers, which are merged at the end; None trains `trainable`.
+        trainable: the parts that train without adapters, as in `DistillationTrainer`; "body" is everything but the
+            embeddings.
+        batch: rows per training step and process; None takes the recipe's.
+
+    Raises:
+        ValueError: a value is out of range, or would have no effect beside the others.
+    """
+
+    name: ClassVar[str] = "distil"
+    epochs: float = 1.0
+    tokens: int | None = None
+    learning_rate: float = 1e-4
+    rank: int | None = None
+    trainable: tuple[str, ...] = ("body",)
+    batch: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = (self.trainable,) if isinstance(self.trainable, str) else tuple(self.trainable)
+        object.__setattr__(self, "trainable", names)
+        for name in ("epochs", "tokens", "learning_rate", "rank", "batch"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"distil: {name} must be above 0, got {value!r}.")
+        if self.tokens is not None and self.epochs != Distil.epochs:
+            raise ValueError("distil: give tokens or epochs, not both.")
+        if self.rank is not None and self.trainable != (BODY,):
+            raise ValueError("distil: with a rank, adapters train; leave out trainable, or the rank.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +142,9 @@ class ConvertConfig:
         return dataclasses.replace(self, stages=[default_distil(root, self.variant, low_memory=self.low_memory)])
 
     @property
-    def last(self) -> Distil:
-        """The distillation that takes what is left of the tokens."""
-        return self.stages[-1]
+    def distil(self) -> Distil:
+        """How the model is distilled; see `for_model`."""
+        return self.stages[0]
 
     @property
     def reserved(self) -> int:
@@ -124,7 +168,7 @@ class ConvertConfig:
             option.name: getattr(self, option.name) for option in dataclasses.fields(self) if option.name != "processor"
         }
         chosen["options"] = canonical_keys(self.options) if "+" in self.variant else self.options
-        return chosen | {"stages": [dataclasses.asdict(stage) for stage in self.stages]}
+        return chosen | {"stages": [dataclasses.asdict(self.distil)]}
 
     def _check_numbers(self) -> None:
         shares: dict[str, tuple[Any, str]] = {
@@ -177,20 +221,13 @@ class ConvertConfig:
             raise ValueError(f'heads="auto" chooses {OPTION}; leave one of them out.')
 
     def _check_stages(self) -> None:
-        """Refuse stages that one call cannot take."""
-        stages = self.stages
-        if not all(isinstance(stage, Distil) for stage in stages):
-            raise ValueError("stages are Distil stages: fit= names the fit, and a Trainer reads labels.")
-        if len({(stage.rank, stage.trainable) for stage in stages}) > 1:
-            raise ValueError("all Distil stages train the same weights: give them the same rank and trainable.")
-        if any(stage.tokens is None for stage in stages[:-1]) or self.last.tokens is not None:
-            raise ValueError(
-                "every Distil but the last needs its tokens; the last takes what is left of convert's tokens."
-            )
-        if any(stage.epochs != Distil.epochs for stage in stages):
-            raise ValueError("convert counts tokens, not epochs: give Distil its tokens, or convert more tokens.")
-        if self.low_memory and self.last.rank is None:
-            raise ValueError("low_memory trains adapters; give the Distil stages a rank, such as 16.")
+        """Refuse stages that a conversion does not take."""
+        if len(self.stages) > 1 or not isinstance(self.distil, Distil):
+            raise ValueError("stages takes one Distil: fit= names the fit, and a Trainer reads labels.")
+        if self.distil.tokens is not None or self.distil.epochs != Distil.epochs:
+            raise ValueError("convert's tokens are the budget of its Distil; leave out the stage's tokens and epochs.")
+        if self.low_memory and self.distil.rank is None:
+            raise ValueError("low_memory trains adapters; give the Distil stage a rank, such as 16.")
 
 
 def default_distil(root: PreTrainedModel, variant: str, *, low_memory: bool = False) -> Distil:
@@ -217,3 +254,53 @@ def default_distil(root: PreTrainedModel, variant: str, *, low_memory: bool = Fa
     if root.main_input_name == "pixel_values" or size > SMALL or not whole or low_memory:
         return Distil(rank=RANK, learning_rate=5e-4, logits=logits, hidden=1.0, batch=16)
     return Distil(learning_rate=1e-4, logits=logits, hidden=1.0, batch=16)
+
+
+def by_heads(classes: Iterable[type[Variant]]) -> str:
+    """The name of the variant among these that can leave heads as they are.
+
+    Raises:
+        ValueError: none can.
+    """
+    classes = tuple(classes)
+    for cls in classes:
+        if OPTION in {field.name for field in dataclasses.fields(cls.Options)}:
+            return cls.name
+    names = "+".join(cls.name for cls in classes)
+    raise ValueError(f"{names} changes all heads of a layer; heads are chosen for a variant with {OPTION}: window.")
+
+
+def engine_form(variant: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The variant and its options in the form that leaves.
+
+    A window has no first tokens, and a sink beside it takes their place. A sink has a score and a value.
+
+    Args:
+        variant: the name that the user gave.
+        options: the options that the user gave, as `patch_model` takes them.
+
+    Raises:
+        ValueError: the variant, or an option, cannot leave.
+    """
+    classes = parse(variant)
+    if others := [cls.name for cls in classes if cls not in (Softmax, OutEffHop, Sink, Window)]:
+        raise ValueError(
+            f"target={ENGINE!r}: no class of transformers computes {'+'.join(others)}; leave target out, and see which "
+            "variants the plugin for vLLM runs."
+        )
+    given = canonical_keys(options) if len(classes) > 1 else {classes[0].name: dict(options)}
+    names = [cls.name for cls in classes]
+    if Window in classes:
+        window = given.setdefault(Window.name, {})
+        if window.setdefault("sinks", 0) or window.get("full_heads"):
+            raise ValueError(
+                f"target={ENGINE!r}: a window has no first tokens and is the same in all heads of a layer; leave out "
+                "sinks and full_heads (keep= leaves whole layers as they are)."
+            )
+        if not {Sink, OutEffHop} & set(classes):
+            names.insert(0, Sink.name)
+    if Sink.name in names and given.setdefault(Sink.name, {}).setdefault("kind", SCORES[1]) not in SCORES:
+        raise ValueError(f"target={ENGINE!r}: the kind of a sink is {' or '.join(map(repr, SCORES))}.")
+    if len(names) == 1:
+        return names[0], given[names[0]]
+    return "+".join(names), {name: chosen for name, chosen in given.items() if chosen}

@@ -39,21 +39,17 @@ from ..variants.softmax import Softmax
 from ..wiring.install import Installation, Record, installation_of, model_root, searched_once
 from ..writing import claimed, told_where
 from .calibrate import fit_heads
-from .config import ConvertConfig
+from .config import ConvertConfig, Distil
 from .distill import distil
-from .distributed import broadcast_from_rank0, is_sharded, refuse_sharding
+from .distributed import broadcast_from_rank0, refuse_sharding
 from .journal import Journal, fingerprint
-from .preserve_training_state import preserve_training_state
-from .report import ConversionReport
-from .rows import Rows
+from .report import ConversionReport, HeadSensitivity
+from .rows import Rows, split, try_longest
 from .run import Budget, Run, rows_per_step
-from .selection import LayerSelection, select_heads, select_layers
-from .sensitivity import HeadSensitivity, passages_beyond, reach_of
+from .sensitivity import LayerSelection, passages_beyond, reach_of, select_heads, select_layers
 from .sink import absorb
-from .split import split, try_longest
-from .stages import Distil
-from .teacher import check_teacher
-from .trainable import EVERYTHING, refuse_adapters
+from .trainable import EVERYTHING, preserve_training_state, refuse_adapters
+from .trainer import check_teacher
 
 
 def convert(
@@ -128,8 +124,7 @@ def convert(
         absorb: in a causal language model that is converted in all layers, try the keys and values of one token as a
             `sink` beside the variant, and keep them if less is lost. It needs the tokenizer (`processor`), and the
             report says what was found. See `absorb_sink`.
-        stages: how to distil; none chooses by the kind and size of the model. The last takes what is left of `tokens`;
-            each before it takes its own `tokens`, in each group of layers. All train the same weights.
+        stages: how to distil, one `Distil`; none chooses by the kind and size of the model.
         low_memory: trade time for memory: adapters instead of all weights, one row at a time, and activations that
             are computed again in the backward pass. The steps have the same number of rows.
         teacher: another model that gives the targets, and that losses are compared with; None is the model itself.
@@ -248,27 +243,18 @@ def started(
         (model,) = model.children()
     with contextlib.ExitStack() as inside:
         inside.enter_context(searched_once(root))
-        refuse_converted(model)
-        refuse_adapters(model)
-        refuse_rounded(root)
-        if config.quantized:
-            check_linears(root)
-        if teacher is not None:
-            check_teacher(root, teacher)
+        folder = Path(inside.enter_context(tempfile.TemporaryDirectory())) if output_dir is None else Path(output_dir)
+        args = args or TrainingArguments(output_dir=str(folder), report_to="none")
+        check_model(model, config, teacher, args)
         config = config.for_model(root)
-        control = installation_of(root)
-        choose_layers(swappable(control or Installation(root, Record())), config.layers, config.modules)
-        if control is not None:
+        if installation_of(root) is not None:
             unpatch_model(model)
         for preserved in (model,) if teacher is None else (model, teacher):
             inside.enter_context(preserve_training_state(preserved))
-        folder = Path(inside.enter_context(tempfile.TemporaryDirectory())) if output_dir is None else Path(output_dir)
-        args = args or TrainingArguments(output_dir=str(folder), report_to="none")
-        refuse_sharding(args, root)
         if output_dir is not None:
             inside.enter_context(claimed(folder, writes=args.should_save, inside=True))
             inside.enter_context(told_where(folder))
-        train, held = split(
+        rows, held_rows = split(
             root,
             data,
             eval_data,
@@ -277,39 +263,28 @@ def started(
             tokens=config.tokens,
             eval_tokens=config.eval_tokens,
         )
-        output = try_longest(root, train)
-        if any(stage.logits for stage in config.stages):
+        output = try_longest(root, rows)
+        if config.distil.logits:
             logits_of(output)  # refuses a model without logits
-        weights = fingerprint(root.parameters())
-        settings = config.settings() | {
-            "model": type(root).__name__,
-            "weights": weights,
-            "teacher": None if teacher is None else fingerprint(teacher.parameters()),
-            "data": fingerprint(_ends(train) + _ends(held)),
-            "rows": (len(train), len(held), train.length),
-            "bf16": args.bf16,
-            "processes": args.world_size,
-        }
-        if broadcast_from_rank0(weights, args) != weights:
-            raise ValueError("the processes have other weights than the first; each has to load the whole model.")
-        passages, why_not = _passages(root, config, held)
+        journal = _journal(None if output_dir is None else folder, root, teacher, config, rows, held_rows, args)
+        passages, why_not = _passages(root, config, held_rows)
         run = Run(
             model=model,
             config=config,
-            rows=train,
+            rows=rows,
             args=args,
             folder=folder,
-            journal=_journal(None if output_dir is None else folder, settings, args),
-            held=_measured_on(held, teacher or model, config, passages, progress),
-            held_rows=len(held),
+            journal=journal,
+            held=_measured_on(held_rows, teacher or model, config, passages, progress),
+            held_rows=len(held_rows),
             teacher=teacher,
             budget=Budget(left=config.tokens, reserved=config.reserved),
             progress=progress,
         )
-        if eval_data is not None and not held.whole:
+        if eval_data is not None and not held_rows.whole:
             run.say(
-                f"The loss was measured on {len(held):,} rows, a part of the held-out data; a larger eval_tokens takes "
-                "more of them."
+                f"The loss was measured on {len(held_rows):,} rows, a part of the held-out data; a larger eval_tokens "
+                "takes more of them."
             )
         if why_not is not None:
             run.say(f"Recall was not measured: {why_not}")
@@ -317,12 +292,53 @@ def started(
             yield run
 
 
-def _journal(folder: Path | None, settings: dict[str, Any], args: TrainingArguments) -> Journal:
-    """The journal in a folder, which all processes read.
+def check_model(
+    model: nn.Module, config: ConvertConfig, teacher: PreTrainedModel | None, args: TrainingArguments
+) -> None:
+    """Refuse a model that cannot be converted as it is.
 
     Raises:
-        ValueError: the folder holds another conversion, or the processes do not see the same folder.
+        ValueError: its attention is another already; it has adapters; its weights are rounded, or split over processes;
+            it lacks the layers that are named; or the teacher has other outputs.
     """
+    root = model_root(model)
+    refuse_converted(model)
+    refuse_adapters(model)
+    refuse_sharding(args, root)
+    refuse_rounded(root)
+    if config.quantized:
+        check_linears(root)
+    if teacher is not None:
+        check_teacher(root, teacher)
+    choose_layers(swappable(installation_of(root) or Installation(root, Record())), config.layers, config.modules)
+
+
+def _journal(
+    folder: Path | None,
+    root: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    config: ConvertConfig,
+    rows: Rows,
+    held: Rows,
+    args: TrainingArguments,
+) -> Journal:
+    """The journal in a folder, which all processes read; of all that decides about the results.
+
+    Raises:
+        ValueError: the folder holds another conversion, or the processes do not see the same folder or weights.
+    """
+    weights = fingerprint(root.parameters())
+    if broadcast_from_rank0(weights, args) != weights:
+        raise ValueError("the processes have other weights than the first; each has to load the whole model.")
+    settings = config.settings() | {
+        "model": type(root).__name__,
+        "weights": weights,
+        "teacher": None if teacher is None else fingerprint(teacher.parameters()),
+        "data": fingerprint(_ends(rows) + _ends(held)),
+        "rows": (len(rows), len(held), rows.length),
+        "bf16": args.bf16,
+        "processes": args.world_size,
+    }
     journal = Journal(folder, settings, writes=args.should_save)
     if broadcast_from_rank0(len(journal.entries), args) != len(journal.entries):
         raise ValueError(f"{folder} holds other files for the first process; name a folder that all processes share.")
@@ -350,7 +366,7 @@ def refuse_rounded(root: PreTrainedModel) -> None:
             a tensor type of its own, as torchao's `quantize_` leaves them.
     """
     rounded = getattr(root, "hf_quantizer", None) is not None or getattr(root.config, "quantization_config", None)
-    if not rounded and not is_sharded(root):
+    if not rounded:
         rounded = any(type(p) is not nn.Parameter or not p.is_floating_point() for p in root.parameters())
     if rounded:
         raise ValueError(
@@ -387,11 +403,10 @@ def _measured_on(
     Raises:
         ValueError: there is a budget for recall, and this model recalls nothing.
     """
-    last = config.last
     measured = HeldOut(
         against,
-        held.batches(1 if config.low_memory else rows_per_step(last, held)),
-        head_trains=last.rank is None and last.trainable == (EVERYTHING,),
+        held.batches(1 if config.low_memory else rows_per_step(config.distil, held)),
+        head_trains=config.distil.rank is None and config.distil.trainable == (EVERYTHING,),
         as_it_is=True,
         passages=passages,
         progress=progress,

@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,13 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from ..patch import set_strength
 from ..text.bar import silent
-from .calibrate import calibrate_stage
+from .config import Distil
 from .journal import Snapshot
-from .preserve_training_state import preserve_training_flags
 from .report import UNDONE, StepRecord, in_words
-from .rows import mean_length, select
 from .run import Run, rows_per_step
-from .selection import LayerSelection
-from .stages import Calibrate, Distil
-from .teacher import Teacher
-from .trainable import adapted_weights, choose_trainable
-from .trainer import DistillationTrainer, quiet
+from .sensitivity import LayerSelection
+from .trainable import choose_trainable
+from .trainer import DistillationTrainer, Teacher, quiet
 
 CHECKS = 4  # measurements within one training
 SAVE_EVERY = 100  # training steps between two checkpoints
@@ -61,20 +57,21 @@ def distil(run: Run, selection: LayerSelection) -> None:
 
 
 def _distil_group(run: Run, place: int, groups_left: int, *, by_budget: bool) -> None:
-    """Take the stages, and the last of them again while a budget needs it, as long as tokens are free.
+    """Train, and train again while a budget needs it, as long as tokens are free.
 
-    Without a choice by a budget, the weights with which the model lost least are the result.
+    The first part takes an equal share of what is free for each group that is left. Each further part, which the loss
+    of this group needs, takes all that is free. Without a choice by a budget, the weights with which the model lost
+    least are the result.
     """
-    config = run.config
     best, weights = run.record[-1], None
-    for number, stage in enumerate(itertools.chain(config.stages, itertools.repeat(config.last)), 1):
-        if exhausted(run) or run.within:
+    for number in itertools.count(1):
+        if exhausted(run, run.budget.free) or run.within:
             break
         if not by_budget and best is run.record[-1]:
             weights = run.snapshot()
-        tokens = _tokens(stage, number - len(config.stages), run.budget.free, groups_left)
+        tokens = run.budget.free // groups_left if number == 1 else run.budget.free
         name = f"distil {f'{place + 1}.{number}' if by_budget else number}"
-        run.apply(name, partial(train, run, stage, max(1, tokens), name))
+        run.apply(name, partial(train, run, run.config.distil, max(1, tokens), name))
         if _order(run, run.record[-1]) <= _order(run, best):
             best = run.record[-1]
     if weights is not None and best is not run.record[-1]:
@@ -107,79 +104,13 @@ def _undo_training(run: Run, weights: Snapshot, best: StepRecord, last: StepReco
     run.measured(UNDONE, best.lost)
 
 
-def _tokens(stage: Distil, repeats: int, free: int, groups: int) -> int:
-    """The tokens of the next part of a group's distillation.
-
-    A stage before the last takes its own number. The last stage takes an equal share of what is free for each group
-    that is left. Each repeat of it, which the loss of this group needs, takes all that is free.
-
-    Args:
-        stage: the stage.
-        repeats: how often the last stage was taken before; below 0 for a stage before it.
-        free: what is free of the budget.
-        groups: the number of groups that are left, with this one.
-    """
-    if repeats < 0:
-        return stage.tokens or free
-    return free // groups if repeats == 0 else free
-
-
 def _order(run: Run, row: StepRecord) -> tuple[bool, float]:
     """The smaller, the better: what is within a budget comes first, then what loses less; no number comes last."""
     cost = math.inf if math.isnan(row.lost.divergence_or_error) else max(ROUNDING, row.lost.divergence_or_error)
     return not run.config.allows(row.lost), cost
 
 
-def distil_stage(run: Run, stage: Distil, name: str) -> None:
-    """Distil by a stage of a recipe, which has epochs and arguments of its own.
-
-    Raises:
-        ValueError: the stage does not fit the model or the rows.
-    """
-
-    def work() -> None:
-        training = epochs_of(run, stage, name)
-        trained = f"{', '.join(stage.trainable)} trained"
-        with preserve_training_flags(run.model):
-            fit_to_teacher(run, stage, training)
-            if run.adapters is not None:
-                trained = f"LoRA of rank {stage.rank}, merged"
-                run.keep(adapted_weights(run.adapters))
-                run.leave_adapters(merged=True)
-        run.original = None  # what trains in the next stage is another part of the model
-        run.say(
-            f"Distilled without labels from the original model: {training.words}, {trained}, loss "
-            f"{stage.words}, learning rate {stage.learning_rate:g}."
-        )
-
-    run.apply(name, work)
-
-
-def run_stage(run: Run, stage: Calibrate | Distil, number: int) -> None:
-    """Take a stage of a recipe; the number is its place in the recipe."""
-    name = f"stage-{number}-{stage.name}"
-    if isinstance(stage, Calibrate):
-        calibrate_stage(run, stage, name)
-    else:
-        distil_stage(run, stage, name)
-
-
 # -- One training ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Training:
-    """One training.
-
-    Attributes:
-        rows: what it reads, in this order or drawn by the arguments.
-        args: its arguments, with the folder of its checkpoints.
-        words: its budget in words.
-    """
-
-    rows: Any
-    args: TrainingArguments
-    words: str = ""
 
 
 class StopWithin(TrainerCallback):
@@ -201,21 +132,28 @@ class StopWithin(TrainerCallback):
 
 def train(run: Run, stage: Distil, tokens: int, name: str) -> None:
     """Distil for at most so many tokens."""
-    training = share_of_budget(run, stage, tokens, name)
-    rows = rows_read(training, fit_to_teacher(run, stage, training, [StopWithin(run)], title=name))
-    run.budget.read += rows
-    run.budget.left -= round(rows * (run.rows.length or 1))
+    rows, args = next_rows(run, stage, tokens), training_arguments(run, stage, name)
+    steps = fit_to_teacher(run, stage, rows, args, [StopWithin(run)], title=name)
+    read = min(len(rows), steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+    run.budget.read += read
+    run.budget.left -= round(read * (run.rows.length or 1))
 
 
 def fit_to_teacher(
-    run: Run, stage: Distil, training: Training, callbacks: Iterable[TrainerCallback] = (), title: str | None = None
+    run: Run,
+    stage: Distil,
+    rows: Any,
+    args: TrainingArguments,
+    callbacks: Iterable[TrainerCallback] = (),
+    title: str | None = None,
 ) -> int:
     """Train the model by one stage, from the last checkpoint of a killed run if there is one.
 
     Args:
         run: the conversion. Adapters of the stage's rank are put around the model, if there are none yet.
         stage: what is trained, and by which losses.
-        training: what is read.
+        rows: what is read, in this order or drawn by the arguments.
+        args: of the training, with the folder of its checkpoints.
         callbacks: of the trainer.
         title: of one bar in place of the lines that a trainer prints.
 
@@ -234,11 +172,11 @@ def fit_to_teacher(
         run.original = Teacher(run.student, run.teacher, run.originals)
     trainer = DistillationTrainer(
         run.student,
-        training.args,
+        args,
         teacher=run.original,
         losses=stage,
         trainable=trainable,
-        train_dataset=training.rows,
+        train_dataset=rows,
         data_collator=run.rows.collate,
         callbacks=[*callbacks],
     )
@@ -251,57 +189,22 @@ def fit_to_teacher(
     return int(trainer.state.global_step)
 
 
-def exhausted(run: Run, *, whole: bool = False) -> bool:
-    """True if what is free of the budget, or the whole of what is left, is less than one training step."""
-    left = run.budget.left if whole else run.budget.free
-    return left < (run.rows.length or 1) * _rows_of_all(run, run.config.last)
+def exhausted(run: Run, tokens: int) -> bool:
+    """True if so many tokens are less than one training step of all processes."""
+    return tokens < (run.rows.length or 1) * rows_per_step(run.config.distil, run.rows, run.args.world_size)
 
 
-def share_of_budget(run: Run, stage: Distil, tokens: int, name: str) -> Training:
+def next_rows(run: Run, stage: Distil, tokens: int) -> Any:
     """The next rows of `convert`'s fixed order, of at most so many tokens, once.
 
     Several processes read whole steps: of a last step that lacks rows, one of them would read rows twice.
     """
+    processes = run.args.world_size
     count = max(1, int(min(tokens, run.budget.free) / (run.rows.length or 1)))
-    if run.args.world_size > 1 and count > (step := _rows_of_all(run, stage)):
+    if processes > 1 and count > (step := rows_per_step(stage, run.rows, processes)):
         count -= count % step
-    order = run.rows.order(_rows_of_all(run, run.config.last))
-    chosen = list(itertools.islice(order, run.budget.read, run.budget.read + count))
-    return Training(run.rows.some(chosen).rows, _arguments(run, stage, name))
-
-
-def rows_read(training: Training, training_steps: int) -> int:
-    """The rows that a training has read after so many training steps."""
-    args = training.args
-    step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    return min(len(training.rows), int(training_steps * step))
-
-
-def epochs_of(run: Run, stage: Distil, name: str) -> Training:
-    """The epochs, or the tokens, of a stage of a recipe, with the recipe's own arguments.
-
-    Raises:
-        ValueError: tokens are to be counted in rows that have none.
-    """
-    rows, args = run.rows.rows, run.args
-    epochs, words = stage.epochs, f"{stage.epochs:g} epochs on {len(rows):,} training rows"
-    if stage.tokens is not None:
-        length = mean_length(rows)
-        if not length:
-            raise ValueError(f"{stage.name}: tokens counts tokens of text; give epochs for other data.")
-        wanted = max(1, round(stage.tokens / length))
-        epochs = 1.0 if wanted <= len(rows) else wanted / len(rows)
-        rows = select(rows, range(min(wanted, len(rows))))
-        words = f"{stage.tokens:,} tokens"
-    args = replace(
-        args,
-        output_dir=str(run.folder / name),
-        num_train_epochs=epochs,
-        max_steps=-1,
-        learning_rate=stage.learning_rate,
-        per_device_train_batch_size=stage.batch or args.per_device_train_batch_size,
-    )
-    return Training(rows, args, words)
+    order = run.rows.order(rows_per_step(run.config.distil, run.rows, processes))
+    return run.rows.some(list(itertools.islice(order, run.budget.read, run.budget.read + count))).rows
 
 
 def last_whole_checkpoint(folder: Path) -> str | None:
@@ -326,12 +229,7 @@ def without_secrets(args: TrainingArguments) -> TrainingArguments:
     return replace(args, **secrets)
 
 
-def _rows_of_all(run: Run, stage: Distil) -> int:
-    """The rows of a training step of all processes together."""
-    return rows_per_step(stage, run.rows, run.args.world_size)
-
-
-def _arguments(run: Run, stage: Distil, name: str) -> TrainingArguments:
+def training_arguments(run: Run, stage: Distil, name: str) -> TrainingArguments:
     """The arguments of one training of `convert`."""
     rows = rows_per_step(stage, run.rows)
     memory: dict[str, Any] = {"per_device_train_batch_size": rows}

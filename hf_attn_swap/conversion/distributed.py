@@ -27,31 +27,22 @@ def broadcast_from_rank0(value: T, args: TrainingArguments) -> T:
     return held[0]
 
 
-def zero_3(args: TrainingArguments) -> bool:
-    """True if DeepSpeed splits the weights over processes."""
-    plugin = getattr(args, "deepspeed_plugin", None)
-    return plugin is not None and plugin.zero_stage == 3
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """True if the weights are split over processes. Classes tell it too: FSDP gathers some weights between passes.
-
-    DeepSpeed ZeRO-3 marks the parameters that it has split.
-    """
-    classes = {base.__name__ for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
-    split = any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters())
-    return split or not classes.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
-
-
 def refuse_sharding(args: TrainingArguments, model: nn.Module | None = None) -> None:
-    """Refuse a conversion whose weights are split over processes, or would be.
+    """Refuse weights that are split over processes, or would be.
+
+    Classes tell it, too: FSDP gathers some weights between passes.
 
     Raises:
         ValueError: FSDP or DeepSpeed ZeRO-3 is on, or has split the model already.
     """
-    fsdp = bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if fsdp or zero_3(args) or (model is not None and is_sharded(model)):
+    split = bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    split |= getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", 0) == 3
+    if model is not None:
+        classes = {base.__name__ for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
+        split |= not classes.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
+        split |= any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters())
+    if split:
         raise ValueError(
-            "convert works on whole weights, and FSDP or DeepSpeed ZeRO-3 splits them over processes; start it with "
-            "accelerate launch --multi_gpu, or on one process with low_memory=True (--low-memory)."
+            "conversions and distillation work on whole weights, and FSDP or DeepSpeed ZeRO-3 splits them over "
+            "processes; start them with accelerate launch --multi_gpu, or on one process (--low-memory)."
         )

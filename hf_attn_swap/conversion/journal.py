@@ -22,7 +22,7 @@ from ..layer.fitted import FITTED
 from ..layer.swap import Swap
 
 NAME = "journal.json"
-VERSION = 5  # of what the steps write
+VERSION = 6  # of what the steps write
 Swaps = Mapping[int, list[Swap]]
 SOME = 64  # numbers of each tensor that a fingerprint reads
 
@@ -42,7 +42,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
 
 
 class Journal:
-    """Keeps the results of steps in their order. A second run with the same settings is given them again.
+    """Keeps what each step gave, by its name. A second run with the same settings is given it again.
 
     Args:
         folder: where the files lie; None keeps nothing.
@@ -55,8 +55,7 @@ class Journal:
 
     def __init__(self, folder: Path | None, settings: dict[str, Any], *, writes: bool = True) -> None:
         self.folder, self.writes = folder, writes
-        self.entries: list[dict[str, Any]] = []
-        self.place = 0
+        self.entries: dict[str, dict[str, Any]] = {}
         self.settings = json.loads(json.dumps(settings, default=str))
         if folder is None:
             return
@@ -65,7 +64,7 @@ class Journal:
             return
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            version, kept, self.entries = content.get("version"), dict(content["settings"]), list(content["entries"])
+            version, kept, self.entries = content.get("version"), dict(content["settings"]), dict(content["entries"])
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise ValueError(f"{path} is damaged ({problem}); remove the folder to start again.") from None
         if version != VERSION:
@@ -79,61 +78,41 @@ class Journal:
                 f"{folder} holds another conversion ({', '.join(names)} differ); name another folder, or remove it."
             )
 
-    def recall(self, key: str) -> dict[str, Any] | None:
-        """What the next step gave in an earlier run, or None if no earlier run came so far.
+    def recall(self, name: str) -> dict[str, Any] | None:
+        """What a step gave in an earlier run, or None if no earlier run came so far."""
+        return self.entries.get(name)
 
-        Raises:
-            ValueError: an earlier run did something else here.
-        """
-        if self.place >= len(self.entries):
-            return None
-        entry = self.entries[self.place]
-        if entry["key"] != key:
-            raise ValueError(
-                f"{self.folder}: the earlier run did {entry['key']!r} where this run does {key!r}; remove the folder "
-                "to start again."
-            )
-        self.place += 1
-        value: dict[str, Any] = entry["value"]
-        return value
-
-    def write(self, key: str, value: dict[str, Any]) -> None:
-        """Keep what a step gave."""
-        self.entries.append({"key": key, "value": value})
-        self.place += 1
+    def write(self, name: str, entry: dict[str, Any], tensors: dict[str, Tensor] | None = None) -> None:
+        """Keep what a step gave: plain data, and tensors if there are some."""
+        self.entries[name] = entry
         if self.folder is None or not self.writes:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
+        if tensors is not None:
+            part = self.folder / "tensors.part"
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part)
+            part.replace(self._file(name))
         part = self.folder / f"{NAME}.part"
         part.write_text(
             json.dumps({"version": VERSION, "settings": self.settings, "entries": self.entries}), encoding="utf-8"
         )
         part.replace(self.folder / NAME)
 
-    def save(self, key: str, tensors: dict[str, Tensor]) -> None:
-        """Keep the tensors of a step. Call this before `write`."""
-        if self.folder is None or not self.writes:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        part = self.folder / "tensors.part"
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part)
-        part.replace(self._file(key))
-
-    def load(self, key: str) -> dict[str, Tensor]:
-        """The tensors that `save` kept.
+    def load(self, name: str) -> dict[str, Tensor]:
+        """The tensors that `write` kept.
 
         Raises:
             ValueError: their file is missing or damaged.
         """
-        path = self._file(key)
+        path = self._file(name)
         try:
             return load_file(path)
         except (OSError, SafetensorError) as problem:
             raise ValueError(f"{path} is missing or damaged ({problem}); remove the folder to start again.") from None
 
-    def _file(self, key: str) -> Path:
+    def _file(self, name: str) -> Path:
         assert self.folder is not None
-        return self.folder / f"{key.replace(' ', '-')}.safetensors"
+        return self.folder / f"{name.replace(' ', '-')}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -141,14 +120,16 @@ class Snapshot:
     """The values of one moment.
 
     Attributes:
-        plain: what is no tensor, as JSON keeps it: for each swap its strength and its fits.
-        swaps: the tensors of the swaps, by number of the layer and of the copy, and by name.
+        held: what each swap holds beside its tensors, by number of the layer and of the copy.
+        swaps: the tensors of the swaps, by the same number, and by name.
         weights: the values of weights that a step has changed.
+        changed: a training is in the weights.
     """
 
-    plain: dict[str, Any]
+    held: dict[str, dict[str, Any]]
     swaps: dict[str, Tensor]
     weights: dict[nn.Parameter, Tensor]
+    changed: bool = False
 
     def named(self, model: nn.Module) -> dict[str, Tensor]:
         """All tensors, for a file. Weights have their names in the model."""
@@ -156,28 +137,30 @@ class Snapshot:
         return {**self.swaps, **{f"weight {names[parameter]}": value for parameter, value in self.weights.items()}}
 
     @classmethod
-    def read(cls, plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module) -> Snapshot:
-        """The snapshot of `plain` and of what `named` gave, for a model with parameters of the same names."""
+    def read(cls, held: dict[str, Any], tensors: dict[str, Tensor], changed: bool, model: nn.Module) -> Snapshot:
+        """The snapshot of what `named` gave, for a model with parameters of the same names."""
         parameters = dict(model.named_parameters())
         weights = {name.removeprefix("weight "): value for name, value in tensors.items() if name.startswith("weight ")}
         return cls(
-            plain,
+            held,
             {name: value for name, value in tensors.items() if name.startswith("swap ")},
             {parameters[name]: value for name, value in weights.items()},
+            changed,
         )
 
 
-def taken(swaps: Swaps, weights: Iterable[nn.Parameter]) -> Snapshot:
+def taken(swaps: Swaps, weights: Iterable[nn.Parameter], changed: bool = False) -> Snapshot:
     """A snapshot of swaps and weights. The tensors are copies, on the CPU."""
-    held = _by_place(swaps)
+    by_place = _by_place(swaps)
     return Snapshot(
-        {place: _plain(swap) for place, swap in held.items()},
+        {place: _held(swap) for place, swap in by_place.items()},
         {
             f"swap {place} {name}": copied(value)
-            for place, swap in held.items()
+            for place, swap in by_place.items()
             for name, value in swap.state_dict().items()
         },
         {parameter: copied(parameter) for parameter in weights},
+        changed,
     )
 
 
@@ -186,7 +169,7 @@ def given_back(snapshot: Snapshot, swaps: Swaps) -> None:
     for place, swap in _by_place(swaps).items():
         start = f"swap {place} "
         tensors = {name.removeprefix(start): v for name, v in snapshot.swaps.items() if name.startswith(start)}
-        _fill(swap, snapshot.plain[place], tensors)
+        _fill(swap, snapshot.held[place], tensors)
     put(snapshot.weights)
 
 
@@ -206,7 +189,7 @@ def _by_place(swaps: Swaps) -> dict[str, Swap]:
     return {f"{index}.{number}": swap for index, group in swaps.items() for number, swap in enumerate(group)}
 
 
-def _plain(swap: Swap) -> dict[str, Any]:
+def _held(swap: Swap) -> dict[str, Any]:
     """What a swap holds beside its tensors."""
     return {
         "strength": swap.strength,
@@ -215,14 +198,14 @@ def _plain(swap: Swap) -> dict[str, Any]:
     }
 
 
-def _fill(swap: Swap, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Give a swap what `_plain` and `state_dict` told of it. A fit that stays keeps its module."""
-    swap.compute_at(plain["strength"])
-    swap.retrained = plain["retrained"]
+def _fill(swap: Swap, held: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Give a swap what `_held` and `state_dict` told of it. A fit that stays keeps its module."""
+    swap.compute_at(held["strength"])
+    swap.retrained = held["retrained"]
     like = next((parameter for parameter in swap.parameters()), swap.strength_value)
-    for name in swap.fitted.keys() - plain["fits"].keys():
+    for name in swap.fitted.keys() - held["fits"].keys():
         swap.drop(name)
-    for name, spec in plain["fits"].items():
+    for name, spec in held["fits"].items():
         if name not in swap.fitted or swap.fitted[name].spec() != spec:
             swap.put(FITTED[name].from_spec(spec, swap.geometry).placed_like(like))
     swap.load_state_dict(tensors)

@@ -31,16 +31,15 @@ from ..quantization.static import input_ranges, int8_dynamic, int8_static, per_t
 from ..quantization.straight_through import straight_through
 from ..variants.softmax import Softmax
 from ..wiring.install import model_root
-from .config import DYNAMIC, ConvertConfig
+from .config import DYNAMIC, ConvertConfig, Distil
 from .convert import convert_steps, started
 from .distill import exhausted, train
 from .report import ConversionReport
 from .rows import TOKENS
 from .run import Run
 from .smooth import smooth as smooth_channels
-from .stages import Distil
-from .teacher import Teacher
 from .trainable import VECTORS, part_of, vectors_of
+from .trainer import Teacher
 
 Ranges = Mapping[str, Range | None]  # of the inputs of the matrices, by path; None is a range per token
 
@@ -180,7 +179,7 @@ def qat(run: Run) -> Ranges | None:
         The ranges of the training, which stay those of the model; None if nothing was learnt. In half precision nothing
         trains: small steps would be lost.
     """
-    if model_root(run.model).dtype != torch.float32 or exhausted(run, whole=True) or run.within:
+    if model_root(run.model).dtype != torch.float32 or exhausted(run, run.budget.left) or run.within:
         return None
     return run.apply(QAT, partial(_qat, run, run.record[-1].lost))
 
@@ -188,7 +187,7 @@ def qat(run: Run) -> Ranges | None:
 def _qat(run: Run, before: Lost) -> Ranges | None:
     run.budget.reserved = 0
     ranges = _ranges(run)
-    stage = dataclasses.replace(run.config.last, rank=None, trainable=TRAINED, learning_rate=LEARNING_RATE, tokens=None)
+    stage = dataclasses.replace(run.config.distil, rank=None, trainable=TRAINED, learning_rate=LEARNING_RATE)
     run.original = Teacher(run.student, run.teacher or _copied(model_root(run.model)))
     with run.trial(QAT, before) as trial:
         try:

@@ -3,20 +3,162 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..measuring.lost import Lost
 from ..text.finite import finite
 from ..text.table import Table
-from .sensitivity import HeadSensitivity, Sensitivity
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SIZE = (7.0, 3.2)  # of a picture, in inches
 LARGE = 10  # from this ratio of perplexities on, a factor is easier to read than per cent
 MUCH = 0.05  # without a budget, the report says from this loss on how to lose less
 UNDONE = "distillation taken back"  # the name of the step
 HEADER = ("step", "layers", "lost", "KL", "same first choice", "tokens", "minutes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Costs:
+    """What each unit of a model alone costs: a layer, or a key/value head.
+
+    Attributes:
+        variant: the name of the variant.
+        together: what was lost with all these units swapped.
+    """
+
+    variant: str
+    together: Lost
+    unit: ClassVar[str]
+
+    @property
+    def alone(self) -> dict[Any, Lost]:
+        """What was lost with this unit alone swapped, by the unit."""
+        raise NotImplementedError
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """The units, from the cheapest to the costliest.
+
+        By KL or the relative error; if recall was measured, by the sum of both, each as a share of its total over the
+        units. A unit without which the model recalls more costs no recall.
+        """
+        costs = _shares({unit: lost.divergence_or_error for unit, lost in self.alone.items()})
+        recalls = _shares({unit: max(0.0, _recall_lost(lost)) for unit, lost in self.alone.items()})
+        return tuple(sorted(costs, key=lambda unit: (costs[unit] + recalls[unit], unit)))
+
+    def table(self) -> Table:
+        """A row per unit, from the cheapest."""
+        recalled = self.together.recall is not None
+        named = [*((self.name_of(unit), self.alone[unit]) for unit in self.order), ("all", self.together)]
+        return Table(
+            summary=f"{self.variant}: what each {self.unit} alone costs, from the cheapest.",
+            header=(self.unit, self.together.measure, *(["recall lost, nats"] if recalled else [])),
+            rows=[
+                (name, f"{lost.degradation:.3g}", *([f"{_recall_lost(lost):.3g}"] if recalled else []))
+                for name, lost in named
+            ],
+        )
+
+    def name_of(self, unit: Any) -> str:
+        """A unit in the table."""
+        return str(unit)
+
+    def __str__(self) -> str:
+        return self.table().text()
+
+    def _repr_html_(self) -> str:
+        return self.table().html()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity(_Costs):
+    """What each layer alone costs.
+
+    Attributes:
+        variant: the name of the variant.
+        together: what was lost with all these layers swapped.
+        layers: what was lost with this layer alone swapped, by the layer's number.
+    """
+
+    layers: dict[int, Lost]
+    unit: ClassVar[str] = "layer"
+
+    @property
+    def alone(self) -> dict[int, Lost]:
+        """What was lost with this layer alone swapped, by the layer's number."""
+        return self.layers
+
+    def plot(self) -> Figure:
+        """A bar per layer."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=SIZE, layout="constrained")
+        axes = figure.subplots()
+        axes.bar(list(self.layers), [lost.degradation for lost in self.layers.values()], 0.9)
+        axes.set(
+            xlabel="layer", ylabel=self.together.measure, title=f"{self.variant}: what each {self.unit} alone costs"
+        )
+        return figure
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Sensitivity:
+        """The figures from their plain data, also after JSON."""
+        return cls(
+            variant=values["variant"], together=Lost.from_dict(values["together"]), layers=_by_number(values["layers"])
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSensitivity(_Costs):
+    """What each key/value head alone costs.
+
+    Attributes:
+        variant: the name of the variant.
+        together: what was lost with all these heads swapped.
+        heads: what was lost with this head alone swapped, by the layer's number and the number of the head in it.
+    """
+
+    heads: dict[int, dict[int, Lost]]
+    unit: ClassVar[str] = "key/value head"
+
+    @property
+    def alone(self) -> dict[tuple[int, int], Lost]:
+        """What was lost with this head alone swapped, by (layer, head)."""
+        return {(layer, head): lost for layer, heads in self.heads.items() for head, lost in heads.items()}
+
+    def name_of(self, unit: Any) -> str:
+        """The numbers of the layer and of the head, such as 18.2."""
+        return "{}.{}".format(*unit)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> HeadSensitivity:
+        """The figures from their plain data, also after JSON."""
+        heads = {int(layer): _by_number(heads) for layer, heads in values["heads"].items()}
+        return cls(variant=values["variant"], together=Lost.from_dict(values["together"]), heads=heads)
+
+
+def _by_number(values: dict[Any, Any]) -> dict[int, Lost]:
+    return {int(number): Lost.from_dict(lost) for number, lost in values.items()}
+
+
+def _shares(costs: dict[Any, float]) -> dict[Any, float]:
+    """Each as a share of the total; as it is, if nothing costs anything."""
+    total = sum(costs.values())
+    return {unit: cost / total if total > 0 else cost for unit, cost in costs.items()}
+
+
+def _recall_lost(lost: Lost) -> float:
+    """The nats of recall that were lost; 0 if recall was not measured."""
+    return 0.0 if lost.recall is None or lost.stock_recall is None else lost.stock_recall - lost.recall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,21 +341,6 @@ class ConversionReport:
             "loss": self.lost.degradation,
         }
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ConversionReport:
-        """A report from its plain data, also after JSON."""
-        sensitivity, by_head = values["sensitivity"], values.get("head_sensitivity")
-        return cls(
-            **{field.name: values[field.name] for field in fields(cls) if field.name in values}
-            | {
-                "steps": tuple(StepRecord.from_dict(step) for step in values["steps"]),
-                "said": tuple(values["said"]),
-                "kept": {int(index): reason for index, reason in values["kept"].items()},
-                "sensitivity": None if sensitivity is None else Sensitivity.from_dict(sensitivity),
-                "head_sensitivity": None if by_head is None else HeadSensitivity.from_dict(by_head),
-            }
-        )
-
     def save(self, folder: Path) -> Path:
         """Write conversion.json and conversion.html, and return the path of the page."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -221,26 +348,12 @@ class ConversionReport:
         (folder / "conversion.json").write_text(f"{text}\n", encoding="utf-8")
         page = folder / "conversion.html"
         title = f"{self.model} with {self.variant}"
-        pictures = "".join(
-            _picture(sensitivity)
-            for sensitivity in (self.head_sensitivity, self.sensitivity)
-            if sensitivity is not None
-        )
+        costs = "".join(costs._repr_html_() for costs in (self.head_sensitivity, self.sensitivity) if costs is not None)
         page.write_text(
             f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>"
             "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
             "table{border-collapse:collapse}td,th{padding:.2rem .8rem;border-bottom:1px solid #8886;text-align:left}"
-            f":root{{color-scheme:light dark}}</style><h1>{escape(title)}</h1>{self._repr_html_()}{pictures}</html>\n",
+            f":root{{color-scheme:light dark}}</style><h1>{escape(title)}</h1>{self._repr_html_()}{costs}</html>\n",
             encoding="utf-8",
         )
         return page
-
-
-def _picture(sensitivity: HeadSensitivity | Sensitivity) -> str:
-    """The picture of the costs of layers or heads as SVG, inside the page."""
-    import io
-
-    drawn = io.StringIO()
-    sensitivity.plot().savefig(drawn, format="svg")
-    text = drawn.getvalue()
-    return text[text.index("<svg") :]

@@ -1,7 +1,8 @@
 """Turns what a user has (texts, images, or rows that are ready) into rows for a conversion, and rows into batches.
 
 No more is read than is needed. Data that can be counted (a list, a `Dataset`) are read in random places. Other data,
-such as an `IterableDataset`, are a stream: they are read from the first row on, and may have no end.
+such as an `IterableDataset`, are a stream: they are read from the first row on, and may have no end. `split` divides
+the rows into those that train and those that are held out.
 
 Axes: L token.
 """
@@ -25,13 +26,21 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 from transformers import PreTrainedModel, default_data_collator
 
-from ..measuring.batches import LABELS, Batch, gives_numbers, is_label
+from ..measuring.batches import (
+    LABELS,
+    Batch,
+    evaluating,
+    forward,
+    gives_numbers,
+    is_label,
+    max_positions,
+    without_labels,
+)
 from ..measuring.lost import predicts_next
 from ..text.tokenizer import own_tokenizer
 from ..wiring.install import model_root
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
-_Reader = Callable[[Any, Any, int, float | None, int], tuple[Any, bool]]  # texts to rows, and True if these are all
 SAMPLE = 256  # rows whose length tells how long the rows are
 MOST_ROWS = 2**18  # of data that can be counted
 LONG = 2**20  # letters: a longer text is read in parts
@@ -169,13 +178,12 @@ def as_rows(
             the text is shorter than two blocks.
     """
     root, processor = model_root(model), own_tokenizer(processor)
-    if hasattr(data, "iloc") and hasattr(data, "tolist"):  # a column of pandas counts by its index, not by its place
-        data = data.tolist()
     readable = countable(data) or (most is not None and isinstance(data, Iterable))
-    if not readable or isinstance(data, (str, Mapping)) or hasattr(data, "iloc"):
+    if not readable or isinstance(data, (str, Mapping)) or hasattr(data, "iloc"):  # pandas counts by its index
         raise ValueError(
             f"data must be a sequence of texts, images or rows that are ready, got {type(data).__name__}; a file is "
-            "read by datasets.load_dataset, and hf-attn-swap convert reads one by --data."
+            "read by datasets.load_dataset, a column of pandas is data.tolist(), and hf-attn-swap convert reads a file "
+            "by --data."
         )
     first, data = _peek(data)
     names = frozenset(name for name in inspect.signature(root.forward).parameters if not is_label(name))
@@ -186,8 +194,10 @@ def as_rows(
         _check_input(root, "input_ids", processor, need)
         if predicts_next(root) and _is_pair(first):
             raise ValueError("a causal language model takes texts; pairs of texts are for a classifier of two texts.")
-        read: _Reader = _blocks if predicts_next(root) else partial(_texts, paired=_is_pair(first))
-        rows, whole = read(data, processor, length, most, fewest)
+        if predicts_next(root):
+            rows, whole = _blocks(data, processor, length, most, fewest)
+        else:
+            rows, whole = _texts(data, processor, length, most, fewest, paired=_is_pair(first))
     elif isinstance(first, Mapping):
         if root.main_input_name not in first:
             raise ValueError(
@@ -497,3 +507,96 @@ def parts_of(text: str) -> Iterator[str]:
         yield text[start:stop]
         start = stop
     yield text[start:]
+
+
+# -- Rows that train, and rows that are held out -----------------------------------------------------------------------
+
+FEWEST_HELD = 8  # rows that the loss is measured on
+HELD_TOKENS = 8192  # tokens or patches that the loss is measured on, if there are many rows
+HELD_ROWS = 64  # the same, for data that have neither
+EVAL_TOKENS = 32_768  # tokens or patches of held-out data of the user's own
+EVAL_ROWS = 256  # the same, for data that have neither
+POOL = 2**18  # tokens that are read of texts that can be counted, also for a small budget
+FEWEST_TOKENS, FEWEST_ROWS = 32_768, 256  # that are read of a stream, also for a small budget: a calibration reads them
+
+
+def split(
+    root: PreTrainedModel,
+    data: Any,
+    eval_data: Any,
+    processor: Any,
+    length: int,
+    *,
+    tokens: int,
+    eval_tokens: int | None = None,
+) -> tuple[Rows, Rows]:
+    """The training rows and the held-out rows. Without held-out data, a twentieth of the data is held out.
+
+    Of a stream, or of a long text, no more is read than these rows.
+
+    Args:
+        root: the model.
+        data: as in `as_rows`.
+        eval_data: held-out data of the same kind, or None.
+        processor: as in `as_rows`.
+        length: the number of tokens of a row.
+        tokens: the budget of the training, in tokens (patches of images).
+        eval_tokens: what is read of `eval_data` at most, in tokens (patches of images, rows of other data); None is
+            32,768 tokens or patches, or 256 rows.
+
+    Raises:
+        ValueError: there are no rows to hold out.
+    """
+    most = HELD_TOKENS + max(tokens, POOL if countable(data) else FEWEST_TOKENS)
+    rows = as_rows(root, data, processor, length=length, most=most, fewest=HELD_ROWS + FEWEST_ROWS)
+    if eval_data is not None:
+        return rows, _measured_on(root, eval_data, processor, length, eval_tokens)
+    enough = round(HELD_TOKENS / rows.length) if rows.length else HELD_ROWS
+    count = max(FEWEST_HELD, min(enough, len(rows) // 20) if rows.whole else enough)
+    if len(rows) < 2 * count:
+        count = len(rows) // 2
+    if not count:
+        raise ValueError("a single row cannot be both trained and measured on; bring more data.")
+    shuffled = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
+    return rows.some(sorted(shuffled[count:])), rows.some(sorted(shuffled[:count]))
+
+
+def _measured_on(root: PreTrainedModel, data: Any, processor: Any, length: int, tokens: int | None) -> Rows:
+    """Held-out rows of the user's own, as many as are measured on."""
+    some = EVAL_ROWS if tokens is None else tokens
+    most = EVAL_TOKENS if tokens is None else tokens
+    rows = as_rows(root, data, processor, length=length, most=most, most_rows=some, fewest=1)
+    return rows.at_most(some if rows.unit == ROWS else most)
+
+
+def try_longest(root: PreTrainedModel, rows: Rows) -> Any:
+    """Run the stock model on the longest of some rows. Returns the output.
+
+    Raises:
+        ValueError: the model cannot read the row, or was made for fewer positions.
+    """
+    batch = rows.collate([rows.longest()])
+    size = batch["input_ids"].shape[-1] if "input_ids" in batch else 0
+    positions = max_positions(root)
+    if positions is not None and size > positions:  # rotary positions run on without an error, and mean nothing there
+        raise ValueError(
+            f"a row has {size:,} tokens, and the model has {positions:,} positions; take length={positions} or less."
+        )
+    largest = int(batch["input_ids"].max()) if size else 0
+    known = getattr(root.get_input_embeddings(), "num_embeddings", math.inf) if size else math.inf
+    if largest >= known:
+        raise ValueError(
+            f"a row has the token {largest:,}, and {type(root).__name__} knows {known:,} tokens; "
+            "give the tokenizer of this model (processor=)."
+        )
+    try:
+        with evaluating(root):
+            return forward(root, without_labels(batch))
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"{type(root).__name__} cannot read a row with {', '.join(sorted(batch))}: {reason}. Rows that are ready "
+            "must hold every input that the model needs, such as decoder_input_ids."
+        ) from error

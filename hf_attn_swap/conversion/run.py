@@ -8,11 +8,10 @@ Between two calls of `apply`, a step reads and changes nothing.
 from __future__ import annotations
 
 import contextlib
-import copy
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,17 +25,13 @@ from ..measuring.held_out import HeldOut
 from ..measuring.lost import Lost
 from ..patch import need_installation
 from ..wiring.install import Installation, installation_of, model_root
-from .config import ConvertConfig
+from .config import ConvertConfig, Distil
 from .distributed import broadcast_from_rank0
 from .journal import Journal, Snapshot, copied, given_back, put, taken
-from .preserve_training_state import own_precision
-from .report import ConversionReport, StepRecord, in_words
+from .report import ConversionReport, HeadSensitivity, Sensitivity, StepRecord, in_words
 from .rows import Rows
-from .sensitivity import HeadSensitivity, Sensitivity
-from .stages import Distil
-from .teacher import Teacher
-from .trainable import with_adapters
-from .trainer import merge_adapters
+from .trainable import own_precision, with_adapters
+from .trainer import Teacher, merge_adapters
 
 R = TypeVar("R")
 FEW_TOKENS = 256  # per training step: a small batch makes more of every token
@@ -153,15 +148,27 @@ class Run:
             The result of the work.
 
         Raises:
-            ValueError: the name was used before, or the journal holds other work.
+            ValueError: the name was used before.
         """
         if name in self._names:
             raise ValueError(f"two parts of a conversion are called {name!r}; give one of them another name.")
         self._names.add(name)
         start, left, self._row = time.perf_counter(), self.budget.left, None
-        result = work() if again else self._once(name, work, read)
-        if measured and self.held is not None:
-            self._measure(name, tokens=left - self.budget.left, start=start)
+        known = self.journal.recall(name)
+        if known is None or again:
+            result = work()
+        else:
+            result = read(known["result"])
+            self._take_over(known["left"], self.journal.load(name))
+        if known is not None:
+            row = known["row"] and StepRecord.from_dict(known["row"])
+        else:
+            if not again:  # what the step has chosen
+                result, self.sentences = broadcast_from_rank0((result, self.sentences), self.args)
+            row = self._measure(name, left - self.budget.left, start) if measured and self.held is not None else None
+            self._write(name, None if again else result, row, again=again)
+        if row is not None:
+            self.record.append(row)
         return result
 
     def measured(self, name: str, lost: Lost) -> None:
@@ -231,7 +238,7 @@ class Run:
     ) -> ConversionReport:
         """What the steps did, and what each layer and head alone cost if they were selected."""
         assert self.held is not None
-        processes, stage = self.args.world_size, self.config.last
+        processes, stage = self.args.world_size, self.config.distil
         sentences = list(self.sentences)
         if processes > 1 and any(step.tokens for step in self.record):
             count = f"{processes} x {rows_per_step(stage, self.rows)} rows"
@@ -302,17 +309,9 @@ class Run:
     def keep(self, parameters: Iterable[nn.Parameter]) -> None:
         """Keep the values of parameters that a step is about to change, so that they can be given back.
 
-        A step calls this before it changes a weight.
-
-        Raises:
-            ValueError: the losses are measured by a head with this weight.
+        A step calls this before it changes a weight. A weight of the head needs `HeldOut` with head_trains=True.
         """
         for parameter in parameters:
-            if self.held is not None and self.held.needs_head(parameter):
-                raise ValueError(
-                    "a step changes the head, by which the held-out rows measure what the stock model gives; make "
-                    "HeldOut with head_trains=True."
-                )
             if parameter not in self.originals:
                 self.originals[parameter] = copied(parameter)
 
@@ -337,15 +336,14 @@ class Run:
         """The values of the swaps, and of the weights that steps have changed."""
         inside = {id(parameter) for copies in self.swaps.values() for swap in copies for parameter in swap.parameters()}
         outside = {id(parameter) for parameter in self.student.parameters()} - inside
-        snapshot = taken(self.swaps, [parameter for parameter in self.originals if id(parameter) in outside])
-        return Snapshot({"swaps": snapshot.plain, "changed": self.changed}, snapshot.swaps, snapshot.weights)
+        return taken(self.swaps, [parameter for parameter in self.originals if id(parameter) in outside], self.changed)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Give the model the values of a snapshot; weights that were not changed then get their first values."""
         self.keep(snapshot.weights)
         put({parameter: value for parameter, value in self.originals.items() if parameter not in snapshot.weights})
-        given_back(Snapshot(snapshot.plain["swaps"], snapshot.swaps, snapshot.weights), self.swaps)
-        self.changed = snapshot.plain["changed"]
+        given_back(snapshot, self.swaps)
+        self.changed = snapshot.changed
         if self.swaps:  # none before the first swap
             self.installation.refresh()
 
@@ -361,61 +359,41 @@ class Run:
 
     # -- The journal ---------------------------------------------------------------------------------------------------
 
-    def _once(self, name: str, work: Callable[[], R], read: Callable[[Any], R]) -> R:
-        """Do the work and write what it left, or read that."""
-        key = f"{name}: work"
-        if (known := self.journal.recall(key)) is not None:
-            self._read(known["left"], self.journal.load(name))
-            if known["row"] is not None:
-                self.measured(known["row"][0], Lost.from_dict(known["row"][1]))
-            return read(known["result"])
-        result = work()
-        result, self.sentences = broadcast_from_rank0((result, self.sentences), self.args)  # what the step has chosen
-        if self.journal.folder is not None:
-            left, tensors = self._written()
-            self.journal.save(name, tensors)
-            row = None if self._row is None else (self._row[0], asdict(self._row[1]))
-            self.journal.write(key, {"left": left, "row": row, "result": _plain(result)})
-        return result
-
-    def _measure(self, name: str, *, tokens: int, start: float) -> None:
-        """Measure the model as it is, and add a row to the record."""
-        if (known := self.journal.recall(name)) is not None:
-            self.record.append(StepRecord.from_dict(known))
-            return
+    def _measure(self, name: str, tokens: int, start: float) -> StepRecord:
+        """Measure the model as it is, unless the step has said what is lost."""
         title, lost = self._row or (name, self.lost())
         seconds = time.perf_counter() - start
         row = StepRecord(name=title, layers=self.layers, lost=lost, tokens=tokens, seconds=seconds)
-        self.record.append(row)
-        self.journal.write(name, asdict(row))
         if self.progress:
             words = f"{row.name}: {len(row.layers)} layers, {row.lost.measure} {in_words(row.lost)}"
             tqdm.write(words, file=sys.stderr)
+        return row
 
-    def _written(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """All that a step leaves, as plain data and as tensors."""
-        snapshot = self.snapshot()
-        plain = {
-            "model": snapshot.plain,
-            "rank": None if self.adapters is None else self.adapters.active_peft_config.r,
-            "budget": asdict(self.budget),
-            "sentences": copy.copy(self.sentences),  # later steps go on writing
-        }
-        return plain, snapshot.named(self.student)
+    def _write(self, name: str, result: Any, row: StepRecord | None, *, again: bool) -> None:
+        """Keep what a step has left, unless it is quick and done again."""
+        if self.journal.folder is None:
+            return
+        entry: dict[str, Any] = {"row": row and asdict(row)}
+        tensors = None
+        if not again:
+            snapshot = self.snapshot()
+            tensors = snapshot.named(self.student)
+            entry["left"] = {
+                "held": snapshot.held,
+                "changed": snapshot.changed,
+                "rank": None if self.adapters is None else self.adapters.active_peft_config.r,
+                "budget": asdict(self.budget),
+                "sentences": list(self.sentences),  # later steps go on writing
+            }
+            entry["result"] = asdict(result) if is_dataclass(result) and not isinstance(result, type) else result
+        self.journal.write(name, entry, tensors)
 
-    def _read(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Take over what `_written` gave in an earlier run."""
-        if plain["rank"] is not None and self.adapters is None:
-            self.adapt(plain["rank"])
-        if plain["rank"] is None:
+    def _take_over(self, left: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Take over what `_write` kept in an earlier run."""
+        if left["rank"] is not None and self.adapters is None:
+            self.adapt(left["rank"])
+        if left["rank"] is None:
             self.leave_adapters(merged=False)
-        self.restore(Snapshot.read(plain["model"], tensors, self.student))
-        self.budget = Budget(**plain["budget"])
-        self.sentences = copy.copy(plain["sentences"])
-
-
-def _plain(result: Any) -> Any:
-    """A result as plain data."""
-    if hasattr(result, "to_dict"):
-        return result.to_dict()
-    return asdict(result) if hasattr(result, "__dataclass_fields__") else result
+        self.restore(Snapshot.read(left["held"], tensors, left["changed"], self.student))
+        self.budget = Budget(**left["budget"])
+        self.sentences = list(left["sentences"])

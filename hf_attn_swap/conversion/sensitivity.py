@@ -1,193 +1,44 @@
-"""Measures what each layer, or each key/value head, alone costs: it runs the variant, and all others run none.
+"""Measures what each layer, or each key/value head, alone costs, and chooses by it what is converted.
 
-Layers whose swap costs little are good candidates for a conversion; the costliest layers are best kept as they are.
-Where a variant hides keys of a causal language model, recall counts as much as KL: perplexity hardly shows its loss.
-The method is this package's own, after the published hybrids that keep a part of the softmax layers;
-docs/mathematics.md, section Which layers. A head runs its variant alone where all others keep all keys, by the option
-`full_heads`, which each forward pass reads: nothing is wired anew. DuoAttention (Xiao et al., 2024), section 2.
+A layer, or a head, runs the variant alone, and all others run none. Layers whose swap costs little are good candidates
+for a conversion; the costliest layers are best kept as they are. Where a variant hides keys of a causal language model,
+recall counts as much as KL: perplexity hardly shows its loss. A head runs its variant alone where all others keep all
+keys, by the option `full_heads`, which each forward pass reads: nothing is wired anew.
+
+Retrieval lives in few heads (Wu et al., 2024), and the others need the keys near a query and the first ones alone:
+DuoAttention (Xiao et al., 2024), section 2, gives a window to these. The method is this package's own, after the
+published hybrids that keep a part of the softmax layers; docs/mathematics.md, section Which layers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import nn
 
-from ..layer.registry import build_options, canonical_name, parse, parse_options
+from ..layer.registry import build_options, parse, parse_options
 from ..measuring.held_out import HeldOut
 from ..measuring.lost import Lost
 from ..measuring.recall import LENGTH, Passages
 from ..patch import need_installation
 from ..text.bar import bar
-from ..text.table import Table
-from ..variants.base import Variant
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
+from .config import OPTION, by_heads
+from .report import HeadSensitivity, Sensitivity
+from .rows import FEWEST_HELD, TOKENS
+from .run import Run
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-OPTION = "full_heads"
 DISTANCE = 200  # tokens between the two readings of a passage, unless a window is wider
-SIZE = (7.0, 3.2)  # of the picture, in inches
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Costs:
-    """What each unit of a model alone costs: a layer, or a key/value head.
-
-    Attributes:
-        variant: the name of the variant.
-        together: what was lost with all these units swapped.
-    """
-
-    variant: str
-    together: Lost
-    unit: ClassVar[str]
-
-    @property
-    def alone(self) -> dict[Any, Lost]:
-        """What was lost with this unit alone swapped, by the unit."""
-        raise NotImplementedError
-
-    @property
-    def order(self) -> tuple[Any, ...]:
-        """The units, from the cheapest to the costliest.
-
-        By KL or the relative error; if recall was measured, by the sum of both, each as a share of its total over the
-        units. A unit without which the model recalls more costs no recall.
-        """
-        costs = _shares({unit: lost.divergence_or_error for unit, lost in self.alone.items()})
-        recalls = _shares({unit: max(0.0, _recall_lost(lost)) for unit, lost in self.alone.items()})
-        return tuple(sorted(costs, key=lambda unit: (costs[unit] + recalls[unit], unit)))
-
-    def table(self) -> Table:
-        """A row per unit, from the cheapest."""
-        recalled = self.together.recall is not None
-        named = [*((self.name_of(unit), self.alone[unit]) for unit in self.order), ("all", self.together)]
-        return Table(
-            summary=f"{self.variant}: what each {self.unit} alone costs, from the cheapest.",
-            header=(self.unit, self.together.measure, *(["recall lost, nats"] if recalled else [])),
-            rows=[
-                (name, f"{lost.degradation:.3g}", *([f"{_recall_lost(lost):.3g}"] if recalled else []))
-                for name, lost in named
-            ],
-        )
-
-    def plot(self) -> Figure:
-        """A bar per unit, in the order of the model; a colour for each head of a layer."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=SIZE, layout="constrained")
-        axes = figure.subplots()
-        heads: dict[int | None, dict[int, float]] = {}
-        for unit, lost in self.alone.items():
-            layer, head = unit if isinstance(unit, tuple) else (unit, None)
-            heads.setdefault(head, {})[layer] = lost.degradation
-        width = 0.9 / len(heads)
-        for place, (head, costs) in enumerate(heads.items()):
-            places = [layer + place * width for layer in costs]
-            axes.bar(places, list(costs.values()), width, label=None if head is None else f"head {head}")
-        if None not in heads:
-            axes.legend(ncols=4, fontsize="small")
-        axes.set(
-            xlabel="layer",
-            ylabel=self.together.measure,
-            title=f"{self.variant}: what each {self.unit} alone costs",
-        )
-        return figure
-
-    def name_of(self, unit: Any) -> str:
-        """A unit in the table."""
-        return str(unit)
-
-    def __str__(self) -> str:
-        return self.table().text()
-
-    def _repr_html_(self) -> str:
-        return self.table().html()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures as plain data."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sensitivity(_Costs):
-    """What each layer alone costs.
-
-    Attributes:
-        variant: the name of the variant.
-        together: what was lost with all these layers swapped.
-        layers: what was lost with this layer alone swapped, by the layer's number.
-    """
-
-    layers: dict[int, Lost]
-    unit: ClassVar[str] = "layer"
-
-    @property
-    def alone(self) -> dict[int, Lost]:
-        """What was lost with this layer alone swapped, by the layer's number."""
-        return self.layers
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Sensitivity:
-        """The figures from their plain data, also after JSON."""
-        return cls(**_of_both(values), layers=_by_number(values["layers"]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadSensitivity(_Costs):
-    """What each key/value head alone costs.
-
-    Attributes:
-        variant: the name of the variant.
-        together: what was lost with all these heads swapped.
-        heads: what was lost with this head alone swapped, by the layer's number and the number of the head in it.
-    """
-
-    heads: dict[int, dict[int, Lost]]
-    unit: ClassVar[str] = "key/value head"
-
-    @property
-    def alone(self) -> dict[tuple[int, int], Lost]:
-        """What was lost with this head alone swapped, by (layer, head)."""
-        return {(layer, head): lost for layer, heads in self.heads.items() for head, lost in heads.items()}
-
-    def name_of(self, unit: Any) -> str:
-        """The numbers of the layer and of the head, such as 18.2."""
-        return "{}.{}".format(*unit)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> HeadSensitivity:
-        """The figures from their plain data, also after JSON."""
-        heads = {int(layer): _by_number(heads) for layer, heads in values["heads"].items()}
-        return cls(**_of_both(values), heads=heads)
-
-
-def _of_both(values: dict[str, Any]) -> dict[str, Any]:
-    """The variant and what was lost together, from plain data."""
-    variant = ", ".join(map(canonical_name, values["variant"].split(", ")))
-    return {"variant": variant, "together": Lost.from_dict(values["together"])}
-
-
-def _by_number(values: dict[Any, Any]) -> dict[int, Lost]:
-    return {int(number): Lost.from_dict(lost) for number, lost in values.items()}
-
-
-def _shares(costs: dict[Any, float]) -> dict[Any, float]:
-    """Each as a share of the total; as it is, if nothing costs anything."""
-    total = sum(costs.values())
-    return {unit: cost / total if total > 0 else cost for unit, cost in costs.items()}
-
-
-def _recall_lost(lost: Lost) -> float:
-    """The nats of recall that were lost; 0 if recall was not measured."""
-    return 0.0 if lost.recall is None or lost.stock_recall is None else lost.stock_recall - lost.recall
+HEAD_TOKENS = 512  # of rows, for each head: there are several times as many heads as layers
+HEAD_ROWS = 8  # of other data
+HEAD_PASSAGES = 2
+GROUPS = 6  # of layers, when a budget decides how many layers are converted
 
 
 def layer_sensitivity(
@@ -319,20 +170,6 @@ def _held_out(
 # -- Heads that keep all keys ------------------------------------------------------------------------------------------
 
 
-def by_heads(classes: Iterable[type[Variant]]) -> str:
-    """The name of the variant among these that can leave heads as they are.
-
-    Raises:
-        ValueError: none can.
-    """
-    classes = tuple(classes)
-    for cls in classes:
-        if OPTION in {field.name for field in dataclasses.fields(cls.Options)}:
-            return cls.name
-    names = "+".join(cls.name for cls in classes)
-    raise ValueError(f"{names} changes all heads of a layer; heads are chosen for a variant with {OPTION}: window.")
-
-
 def _check_full_heads(layer: Layer) -> str:
     """The name of the variant of a swapped layer that can leave heads as they are.
 
@@ -417,3 +254,80 @@ def passages_beyond(model: nn.Module, rows: Iterable[Any], reach: int | None, di
             f"tokens; take at least {reach - LENGTH + 1:,}."
         )
     return Passages.of(model, rows, (distance or max(DISTANCE, reach or 0),))
+
+
+# -- The steps of a conversion -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerSelection:
+    """The layers that are converted.
+
+    Attributes:
+        groups: the numbers of the layers, group by group in their order.
+        by_budget: True if the budget decides how many of the groups are converted.
+        sensitivity: what each layer alone costs; None if no layers had to be chosen.
+    """
+
+    groups: list[list[int]]
+    by_budget: bool = False
+    sensitivity: Sensitivity | None = None
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> LayerSelection:
+        """A selection from its plain data, also after JSON."""
+        sensitivity = values["sensitivity"]
+        return cls(**{**values, "sensitivity": sensitivity and Sensitivity.from_dict(sensitivity)})
+
+
+def select_heads(run: Run) -> HeadSensitivity | None:
+    """Let the key/value heads keep all keys that cost most, and return what each costs; None if that was not asked."""
+    if run.config.heads is None:
+        return None
+    sensitivity = run.apply("heads", partial(_head_sensitivity, run), measured=False, read=HeadSensitivity.from_dict)
+    order = sensitivity.order
+    count = min(round(run.config.keep * len(order)), len(order) - 1)
+    full = sorted(order[len(order) - count :])
+    run.apply("heads chosen", partial(_keep_all_keys, run, full), again=True)
+    names = ", ".join(map(sensitivity.name_of, full))
+    run.say(f"{count} of {len(order)} key/value heads keep all keys (layer.head): {names}.")
+    return sensitivity
+
+
+def _head_sensitivity(run: Run) -> HeadSensitivity:
+    assert run.held is not None
+    rows = max(1, round(HEAD_TOKENS / run.rows.length)) if run.rows.unit == TOKENS else HEAD_ROWS
+    return head_sensitivity(run.model, run.held.subset_of_rows(rows, HEAD_PASSAGES), progress=run.progress)
+
+
+def _keep_all_keys(run: Run, heads: list[tuple[int, int]]) -> None:
+    """A layer whose heads all keep all keys runs its own attention, as a layer that was not chosen."""
+    strengths = {}
+    for layer in run.installation.layers():
+        full = [head for number, head in heads if number == layer.number]
+        set_full_heads(layer, full)
+        strengths[layer] = 0.0 if len(full) == layer.swap.geometry.kv_heads else 1.0
+    run.installation.set_strength(strengths)
+
+
+def select_layers(run: Run) -> LayerSelection:
+    """The groups of layers in their order, and whether the budget chooses among them."""
+    return run.apply("choose", partial(_select_layers, run), measured=False, read=LayerSelection.from_dict)
+
+
+def _select_layers(run: Run) -> LayerSelection:
+    config, layers = run.config, list(run.layers)
+    keep = 0.0 if config.heads is not None else config.keep  # else it is a share of heads, which are chosen already
+    by_budget = config.layers is None and config.budgeted and not run.within
+    if not keep and not by_budget:
+        return LayerSelection([layers])
+    assert run.held is not None
+    held = run.held.subset(max(FEWEST_HELD // 2, len(run.held.kept) // 4))  # there is a pass per layer
+    sensitivity = layer_sensitivity(run.model, held, layers=layers, progress=run.progress)
+    order = list(sensitivity.order)
+    order = order[: len(order) - round(keep * len(order))] or order[:1]
+    if not by_budget:
+        return LayerSelection([sorted(order)], sensitivity=sensitivity)
+    count = min(GROUPS, len(order))
+    cuts = [round(place * len(order) / count) for place in range(count + 1)]
+    return LayerSelection([order[first:last] for first, last in itertools.pairwise(cuts)], True, sensitivity)

@@ -1,8 +1,11 @@
 """Distillation: trains a swapped model to give what the model gave before the swap, without labels.
 
 The loss is a weighted sum of the losses of `losses.py`. The loss of a row does not depend on the other
-rows of its batch, so two processes with half a batch each train like one process. The teacher is by default the same
-model at strength 0, with its adapters off.
+rows of its batch, so two processes with half a batch each train like one process.
+
+The teacher is by default the student itself, without a second copy of its weights: every swap at strength 0, and what
+trains as it was when the training began. PEFT adapters are switched off; other parameters that train have frozen
+copies. Any other model of the same kind can be the teacher too.
 The method is this package's own, after Hinton et al. (2015) and the published conversions (LoLCATs, MOHAWK, RADLADS);
 docs/mathematics.md, section Distillation.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,22 +25,156 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.func import functional_call
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..layer.calibration import Calibration
 from ..layer.swap import Phase, Swap
-from ..measuring.batches import MASKS, without_labels
+from ..measuring.batches import MASKS, evaluating, without_labels
 from ..measuring.lm_head import can_skip_logits, first_of, head_alone, last_hidden, logits_of
 from ..patch import need_installation
 from ..text.bar import visible
 from ..wiring.install import Installation
-from .distributed import is_sharded, zero_3
+from .distributed import refuse_sharding
 from .losses import Comparison, LayerErrors, Losses, Pass
-from .preserve_training_state import configs_of
-from .teacher import Teacher, note_retrained, refuse_frozen_copies, trains_the_original
-from .trainable import choose_trainable
+from .trainable import choose_trainable, configs_of, preserve_training_flags
+
+BESIDE = "beside_adapters.safetensors"  # in a checkpoint: what trains and is no adapter
+
+
+# -- The teacher -------------------------------------------------------------------------------------------------------
+
+
+class Teacher:
+    """Computes the outputs that a student should have.
+
+    Args:
+        student: a patched model, with or without adapters, in which everything that trains requires gradients.
+        model: another model as the teacher; None makes the student its own teacher.
+        originals: the values, before any training, of parameters that earlier trainings have changed. With them the
+            teacher is the model from before these trainings.
+
+    Raises:
+        ValueError: the student is no longer the original at strength 0, or the other model does not fit the student.
+    """
+
+    def __init__(
+        self,
+        student: nn.Module,
+        model: PreTrainedModel | None = None,
+        originals: Mapping[nn.Parameter, torch.Tensor] | None = None,
+    ) -> None:
+        installation = need_installation(student)
+        self.root = installation.root
+        self.model = model
+        self.originals = dict(originals or {})
+        self.frozen: dict[str, torch.Tensor] = {}
+        if model is not None:
+            check_teacher(self.root, model)
+            model.eval().requires_grad_(False)
+            return
+        for layer in installation.layers():
+            if layer.swap.retrained and not self.originals:
+                raise ValueError(
+                    f"layer {layer.number}: an earlier conversion changed its weights, so strength 0 is no longer the "
+                    "original; pass the original model as teacher."
+                )
+        unused = _unused_at_strength_0(student)
+        self.frozen = {
+            name: self.originals.get(parameter, parameter).detach().to(parameter.device, copy=True)
+            for name, parameter in student.named_parameters()
+            if (parameter.requires_grad or parameter in self.originals) and id(parameter) not in unused
+        }
+
+    @torch.no_grad()
+    def __call__(self, student: nn.Module, unwrapped: nn.Module, batch: dict[str, Any]) -> Any:
+        """The teacher's outputs for a batch.
+
+        Args:
+            student: the student as the trainer runs it (DDP or compiled).
+            unwrapped: the student without such a wrapper.
+            batch: the keyword arguments of the model.
+        """
+        if self.model is not None:
+            self.model.to(device=next(unwrapped.parameters()).device)  # type: ignore[call-arg]  # torch's own argument
+            return self.model(**batch)
+        with need_installation(self.root).stock(), evaluating(unwrapped), _without_adapters(unwrapped):
+            if self.frozen:
+                return functional_call(unwrapped, self.frozen, (), batch)
+            return student(**batch)
+
+
+def trains_the_original(model: nn.Module) -> bool:
+    """True if parameters train that the model uses at strength 0, so that the training changes the original."""
+    others = _unused_at_strength_0(model)
+    return any(parameter.requires_grad and id(parameter) not in others for parameter in model.parameters())
+
+
+def note_retrained(installation: Installation, retrained: bool = True) -> bool:
+    """Note in every swap and in the config whether strength 0 is no longer the original model.
+
+    Returns:
+        What was noted before.
+    """
+    every = [swap for layer in installation.layers() for swap in layer.copies]
+    before = any(swap.retrained for swap in every)
+    for swap in every:
+        swap.retrained = retrained
+    installation.refresh()
+    return before
+
+
+def _unused_at_strength_0(model: nn.Module) -> set[int]:
+    """The ids of the parameters that the teacher does not use: those of the swaps, and those of PEFT's adapters."""
+    unused: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, (Swap, ModulesToSaveWrapper)):
+            unused |= {id(parameter) for parameter in module.parameters()}
+        elif isinstance(module, BaseTunerLayer):
+            adapters = [getattr(module, name) for name in module.adapter_layer_names]
+            unused |= {
+                id(parameter)
+                for adapter in adapters
+                if isinstance(adapter, nn.Module)
+                for parameter in adapter.parameters()
+            }
+    return unused
+
+
+@contextlib.contextmanager
+def _without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, PEFT's adapters are off, in its wrapper or put into the model itself (`model.add_adapter`).
+
+    What requires gradients stays as it is: PEFT would switch all adapters on.
+    """
+    with preserve_training_flags(model), contextlib.ExitStack() as off:
+        for module in model.modules():
+            if isinstance(module, PeftModel):
+                off.enter_context(module.disable_adapter())
+            elif isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper)) and not module.disable_adapters:
+                module.enable_adapters(False)
+                off.callback(module.enable_adapters, True)
+        yield
+
+
+def check_teacher(student: PreTrainedModel, teacher: Any) -> None:
+    """Refuse a teacher whose outputs have other sizes.
+
+    Raises:
+        ValueError: the teacher is no transformers model, or has another vocabulary or other classes.
+    """
+    if not isinstance(teacher, PreTrainedModel):
+        raise ValueError(f"the teacher must be a transformers model, got {type(teacher).__name__}.")
+    for name in ("vocab_size", "num_labels"):
+        ours, theirs = getattr(student.config, name, None), getattr(teacher.config, name, None)
+        if ours != theirs:
+            raise ValueError(
+                f"the teacher has {name} = {theirs} and the model has {ours}; choose a teacher with the same outputs."
+            )
+
+
+# -- The student -------------------------------------------------------------------------------------------------------
 
 
 class Bar(ProgressCallback):
@@ -111,9 +248,6 @@ def checkpointed_layers_without_dropout(model: nn.Module) -> Iterator[None]:
             setattr(module, name, rate)
 
 
-BESIDE = "beside_adapters.safetensors"  # in a checkpoint: what trains and is no adapter
-
-
 class DistillationTrainer(Trainer):
     """A `Trainer` that teaches a swapped model what it gave before the swap; labels are not read.
 
@@ -159,6 +293,7 @@ class DistillationTrainer(Trainer):
         self.teacher = teacher if isinstance(teacher, Teacher) else Teacher(model, teacher)
         self.errors = LayerErrors(installation, self.teacher.originals) if self.losses.layers else None
         args = copy.copy(args) if args is not None else TrainingArguments()
+        refuse_sharding(args, model)
         if args.n_gpu > 1:  # DataParallel's copies of the model share the swaps' state
             raise ValueError(
                 f"this process sees {args.n_gpu} GPUs; start one process per GPU with accelerate launch, or set "
@@ -172,9 +307,6 @@ class DistillationTrainer(Trainer):
         self.model_accepts_loss_kwargs = False  # the loss is a mean, which Trainer divides by the accumulation steps
         self.can_return_loss = True  # without labels there is still a loss to evaluate
         self.label_names: list[str] = []
-        if getattr(getattr(self.accelerator.state, "fsdp_plugin", None), "fsdp_version", None) == 1:
-            raise ValueError("version 1 of FSDP keeps what trains in flat tensors; take version 2 (fsdp_version: 2).")
-        refuse_frozen_copies(bool(self.teacher.frozen) and (self.is_fsdp_enabled or zero_3(args)))
         self.split_head: bool | None = None  # True once the logits are known to be the head's output on hidden states
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -199,11 +331,11 @@ class DistillationTrainer(Trainer):
             if _internal_call:  # a checkpoint in the middle of a training continues on this model
                 warnings.filterwarnings("ignore", "an adapter is saved")
             super().save_model(output_dir, _internal_call)
-        whole = {name: _whole(tensor).detach().cpu() for name, tensor in self._beside_adapters().items()}
-        if self.args.should_save and whole:
+        beside = self._beside_adapters()
+        if self.args.should_save and beside:
             folder = Path(output_dir or self.args.output_dir or ".")
             folder.mkdir(parents=True, exist_ok=True)
-            save_file({name: tensor.contiguous() for name, tensor in whole.items()}, folder / BESIDE)
+            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in beside.items()}, folder / BESIDE)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """As in `Trainer`, with what trains beside adapters."""
@@ -227,15 +359,12 @@ class DistillationTrainer(Trainer):
             )
         with torch.no_grad():
             for name, value in load_file(path).items():
-                beside[name].copy_(_placed(value, beside[name]))
+                beside[name].copy_(value)
 
     def _beside_adapters(self) -> dict[str, nn.Parameter]:
-        """What trains in a model with PEFT's adapters and is no adapter: the variant's own parameters.
-
-        DeepSpeed keeps them itself: its checkpoints have all that trains.
-        """
+        """What trains in a model with PEFT's adapters and is no adapter: the variant's own parameters."""
         model = self.accelerator.unwrap_model(self.model)
-        if not isinstance(model, PeftModel) or self.is_deepspeed_enabled:
+        if not isinstance(model, PeftModel):
             return {}
         adapters = {
             id(parameter)
@@ -279,7 +408,7 @@ class DistillationTrainer(Trainer):
             wanted["output_hidden_states"] = True
         root = self.root
         teaching = self.teacher.model or self.teacher.root
-        split = self._can_split(root, model) and self.split_head is not False
+        split = self._can_split(root) and self.split_head is not False
         if split:
             # The last token by index: for a slice of one token per row, torch would copy the whole head.
             wanted["logits_to_keep"] = torch.tensor([-1])
@@ -296,14 +425,12 @@ class DistillationTrainer(Trainer):
                 return self._compared(model, unwrapped, batch)
         return Comparison(student, teacher, batch, root, teaching, split)
 
-    def _can_split(self, root: PreTrainedModel, model: nn.Module) -> bool:
+    def _can_split(self, root: PreTrainedModel) -> bool:
         """True if the logits can be computed from the last hidden states, a chunk at a time."""
         models = [root] if self.teacher.model is None else [root, self.teacher.model]
         if not self.losses.logits or not all(map(can_skip_logits, models)):
             return False
-        if any(parameter.requires_grad for parameter in root.get_output_embeddings().parameters()):
-            return False
-        return not is_sharded(model)
+        return not any(parameter.requires_grad for parameter in root.get_output_embeddings().parameters())
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in `Trainer`, with training steps for a fitted calibration that are relative to the size of its entries.
@@ -324,18 +451,6 @@ class DistillationTrainer(Trainer):
     def merge_and_unload(self) -> nn.Module:
         """Return the trained model, with PEFT's adapters merged into the weights."""
         return merge_adapters(self.accelerator.unwrap_model(self.model), need_installation(self.root))
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    """All numbers of a parameter that FSDP2 may have split. Every process has to come here."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-
-def _placed(value: Tensor, parameter: Tensor) -> Tensor:
-    """A value split over processes as a parameter is."""
-    if not isinstance(parameter, DTensor):
-        return value
-    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
 @contextlib.contextmanager

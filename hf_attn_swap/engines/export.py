@@ -24,11 +24,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..conversion.merge import merge_calibration
+from ..conversion.calibrate import merge_calibration
 from ..core.kind import Kind
 from ..families import stock_class
 from ..layer.fitted import HEADS
-from ..measuring.positions import max_positions
+from ..measuring.batches import max_positions
 from ..patch import need_installation
 from ..variants.stock_form import StockForm
 from ..wiring.layers import Layer

@@ -164,3 +164,30 @@ def gives_numbers(model: nn.Module) -> bool:
         return False
     kind = getattr(root.config, "problem_type", None)
     return root.config.num_labels == 1 or kind in ("regression", "multi_label_classification")
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """The number of positions that a model of text was made for, as its config says; None if it names none."""
+    positions = getattr(model_root(model).config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def usual_length(models: Iterable[nn.Module], length: int) -> int:
+    """This number of tokens, or the positions of the model that has the fewest, if they are fewer."""
+    limits = [limit for model in models if (limit := max_positions(model)) is not None]
+    return min([length, *limits])
+
+
+def check_length(model: nn.Module, batches: Iterable[Batch]) -> None:
+    """Refuse rows that are longer than the model's positions: what a model gives behind them says nothing.
+
+    Raises:
+        ValueError: they are.
+    """
+    longest = max((batch["input_ids"].shape[-1] for batch in batches if "input_ids" in batch), default=0)
+    limit = max_positions(model)
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"the rows have up to {longest:,} tokens, and {type(model_root(model)).__name__} was made for {limit:,} "
+            "positions; what it gives behind them says nothing, so measure shorter rows."
+        )

@@ -107,12 +107,6 @@ class HeldOut:
         if not self.kept:
             raise ValueError("there are no held-out rows to measure on.")
 
-    def needs_head(self, parameter: nn.Parameter) -> bool:
-        """True if this is a weight of the head that computes what the stock model gives."""
-        if self.head is None or all(kept.hidden is None for kept in self.kept):
-            return False
-        return any(parameter is weight for weight in self.head.parameters())
-
     def subset(self, batches: int) -> HeldOut:
         """Evenly spaced batches among all of them, for a measurement that is repeated many times."""
         subset = copy.copy(self)

@@ -3,7 +3,11 @@
 KL is sum p* log(p* / p) with the stock model's distribution p*, in nats per token (per row for a classifier). Agreement
 is the share of tokens (rows) whose likeliest class is the stock model's. Perplexity is exp of the mean loss of the next
 token. The relative error is ||h - h*||^2 / ||h*||^2 of the last hidden states, as a mean over rows.
-Axes: B batch, L token, E model width, V vocabulary or class.
+
+A mean over all positions hides what a model that was converted on short rows loses behind them. So the loss of the next
+token also stands by its position, the number of tokens before it in its row. The first bin has up to 63 tokens before,
+and each further bin is twice as wide.
+Axes: B batch, L token, N predicted token or row, E model width, V vocabulary or class.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -22,11 +26,10 @@ from torch.nn.functional import cross_entropy
 
 from ..patch import need_installation
 from ..text.bar import bar
+from ..text.table import Table
 from ..wiring.install import Installation, model_root
 from .batches import Batch, as_batches, evaluating, forward, gives_numbers, read_by_decoder, token_mask
 from .divergence import divergence, relative_error
-from .positions import Bin, PositionSums
-from .rank_correlation import difference_margin, rank_correlation
 
 PIECE = 2**22  # numbers of logits that are compared at a time
 Z95 = 1.96  # 95 % of a normal distribution lie within so many standard deviations
@@ -375,3 +378,114 @@ class Sums:
 def _exp(exponent: float) -> float:
     """E to this power, or to the largest power that is a float. NaN stays NaN."""
     return math.exp(min(exponent, LARGEST_EXPONENT))
+
+
+FIRST_BIN = 64  # the end of the first bin
+BINS = 25  # bins, so that the last one ends behind a billion tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bin:
+    """The loss at some positions.
+
+    Attributes:
+        first, last: the least and the greatest number of tokens before the predicted one.
+        tokens: the number of predicted tokens.
+        loss: the mean loss of the model, in nats per token.
+        stock_loss: the same for the stock model.
+    """
+
+    first: int
+    last: int
+    tokens: int
+    loss: float
+    stock_loss: float
+
+
+class PositionSums:
+    """Sums of the losses of two models, by bin."""
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(3, BINS, dtype=torch.float64)  # tokens, the model's losses, the stock model's
+
+    def add(self, before_N: Tensor, ours_N: Tensor, theirs_N: Tensor) -> None:
+        """Add some predicted tokens: the number of tokens before each, and its loss in both models."""
+        ends = torch.tensor([FIRST_BIN * 2**place for place in range(BINS - 1)])
+        bin_N = torch.bucketize(before_N.cpu(), ends, right=True)
+        for sums, values_N in zip(self.sums, (torch.ones_like(ours_N), ours_N, theirs_N), strict=True):
+            sums.index_add_(0, bin_N, values_N.cpu().double())
+
+    def bins(self) -> tuple[Bin, ...]:
+        """The bins that have tokens."""
+        return tuple(
+            Bin(
+                first=FIRST_BIN * 2 ** (place - 1) if place else 1,
+                last=FIRST_BIN * 2**place - 1,
+                tokens=round(tokens),
+                loss=ours / tokens,
+                stock_loss=theirs / tokens,
+            )
+            for place, (tokens, ours, theirs) in enumerate(self.sums.T.tolist())
+            if tokens
+        )
+
+
+def position_table(bins: Sequence[Bin], names: tuple[str, str]) -> Table:
+    """A row per bin.
+
+    Args:
+        bins: of two models.
+        names: the name of the stock model, and of the model beside it.
+    """
+    rows = [
+        (
+            f"{losses.first:,}-{losses.last:,}",
+            f"{losses.stock_loss:.3f}",
+            f"{losses.loss:.3f}",
+            f"{losses.loss - losses.stock_loss:+.3f}",
+            f"{losses.tokens:,}",
+        )
+        for losses in bins
+    ]
+    summary = "Loss by position, in nats per token: the first column is the number of tokens before the predicted one."
+    return Table(summary=summary, header=("tokens before", *names, "difference", "predicted"), rows=rows)
+
+
+SAMPLES = 1000  # of the bootstrap
+
+
+def rank_correlation(first_N: Any, second_N: Any) -> float:
+    """Spearman's correlation of two lists of numbers, from -1 to 1.
+
+    Returns NaN if a list has a NaN, and otherwise 0 if all numbers of a list are equal.
+    """
+    from scipy.stats import spearmanr  # slow to import, and most measures do without
+
+    if any(bool((values_N != values_N).any()) for values_N in (first_N, second_N)):
+        return math.nan
+    if any(bool((values_N == values_N[0]).all()) for values_N in (first_N, second_N)):
+        return 0.0
+    return float(spearmanr(first_N, second_N).statistic)
+
+
+def difference_margin(ours_N: Tensor, theirs_N: Tensor, truth_N: Tensor) -> float:
+    """Half of the 95 % interval of the difference of two rank correlations with the truth, by a paired bootstrap.
+
+    NaN if a number is not finite.
+    """
+    from scipy.stats import bootstrap
+
+    samples = ours_N, theirs_N, truth_N
+    if not all(bool(sample_N.isfinite().all()) for sample_N in samples):
+        return math.nan
+    result = bootstrap(
+        [sample_N.numpy() for sample_N in samples],
+        lambda ours, theirs, truth: rank_correlation(ours, truth) - rank_correlation(theirs, truth),
+        n_resamples=SAMPLES,
+        vectorized=False,
+        paired=True,
+        method="percentile",
+        rng=0,
+    )
+    low, high = result.confidence_interval
+    return float(high - low) / 2

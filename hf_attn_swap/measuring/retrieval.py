@@ -44,10 +44,8 @@ from ..text.bar import bar
 from ..text.table import Table, Tabled
 from ..text.tokenizer import own_tokenizer
 from ..text.typed import refuse_name
-from .batches import evaluating
-from .positions import max_positions
-from .recall import token_stream
-from .token_log_probs import need_next_token, token_log_probs
+from .batches import evaluating, max_positions
+from .recall import need_next_token, token_log_probs, token_stream
 
 LENGTHS = (256, 1024, 4096)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

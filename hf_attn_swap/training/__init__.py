@@ -7,14 +7,14 @@ from .arguments import (
     ModelArguments,
     ScratchArguments,
     TextDataArguments,
+    json_object,
+    made_of,
     parse,
+    scratch_config,
 )
-from .compare import compare, launch, push_run
+from .compare import About, compare, launch, push_run
 from .data import load_rows, load_splits
-from .outcome import Outcome
-from .publish import About
-from .run import Task, run
-from .scratch import json_object, made_of, scratch_config
+from .run import Outcome, Task, run
 
 __all__ = [
     "About",

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import CONFIG_MAPPING, AutoConfig, HfArgumentParser, PreTrainedConfig, TrainingArguments
 from transformers.utils.import_utils import is_torch_xla_available
 
 from .. import configurations
-from ..conversion.stages import FineTune, Stage, read_stages
 from ..layer.registry import parse as parse_variant
 from ..layer.registry import parse_options
 from ..publish.converted import identifier
 from ..text.typed import parse_layers
-from .scratch import json_object
+from .stages import Calibrate, FineTune, Stage, read_stages
 
 CONTROL = "softmax"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -121,8 +120,8 @@ class ConversionArguments:
     @property
     def steps(self) -> tuple[str, ...]:
         """The steps by name, in the order in which a run takes them; a fine-tuning that comes last is not named."""
-        named = [stage.recorded for stage in self.plan]
-        if named[-1:] == [FineTune().recorded]:
+        named = [stage.fit if isinstance(stage, Calibrate) else stage.name for stage in self.plan]
+        if named[-1:] == [FineTune.name]:
             named.pop()
         return tuple(named)
 
@@ -301,3 +300,57 @@ def _without_accelerator(classes: Sequence[Any]) -> list[str]:
 def _word(value: Any) -> str:
     """A YAML value as a word of the command line; a mapping as JSON."""
     return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+OVERRIDES = "--config_overrides"
+
+
+def json_object(text: str, option: str) -> dict[str, Any]:
+    """Read the value of an option that takes a JSON object.
+
+    Raises:
+        ValueError: the text is not a JSON object.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as problem:
+        raise ValueError(f"{option} must be a JSON object, got {text!r} ({problem}).") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{option} must be a JSON object, got {text!r}.")
+    return value
+
+
+def scratch_config(model: str, overrides: str, *, scratch: bool = True, **values: Any) -> PreTrainedConfig:
+    """The configuration of an architecture or of a pretrained model, at other sizes.
+
+    Args:
+        model: a folder, the name of a model on the Hub, or the name of an architecture in transformers, such as "gpt2"
+            or "vit", which needs no files.
+        overrides: values of the configuration, as a JSON object.
+        scratch: False reads a pretrained model alone, also where an architecture has the same name.
+        values: values that the task sets, such as `num_labels`.
+
+    Raises:
+        ValueError: `overrides` is not a JSON object, names a value that the configuration does not have or that the
+            task sets, or changes the width of a pretrained model without the width of a head, which the model's
+            configuration states by itself.
+    """
+    wanted = json_object(overrides, OVERRIDES)
+    by_name = scratch and model in CONFIG_MAPPING and not Path(model).is_dir()
+    build = AutoConfig.for_model if by_name else AutoConfig.from_pretrained
+    known = build(model)
+    names = {*known.to_dict(), *known.attribute_map}
+    for name in wanted:
+        if name in values:
+            raise ValueError(f"{OVERRIDES}: {name!r} follows from the data; it is {values[name]!r}.")
+        if name not in names:
+            raise ValueError(f"{OVERRIDES}: {type(known).__name__} has no {name!r}.")
+    if not by_name and "hidden_size" in wanted and getattr(known, "head_dim", None) and "head_dim" not in wanted:
+        raise ValueError(f"{OVERRIDES}: {model} states head_dim = {known.head_dim}; give it beside hidden_size.")
+    return build(model, **{**values, **wanted})
+
+
+def made_of(model: str, overrides: str, *more: str) -> str:
+    """Describe a model of random weights in words: its architecture, the sizes that were changed, and `more`."""
+    sizes = [f"{name} {value}" for name, value in json_object(overrides, OVERRIDES).items()]
+    return ", ".join([model, *sizes, *more])

@@ -1,4 +1,4 @@
-"""One run of one seed: load, swap, convert, fine-tune, measure.
+"""One run of one seed: load, swap, convert, fine-tune, measure. Its outcome is compared with others row by row.
 
 A run that is killed at any step and started again gives the same weights.
 """
@@ -10,7 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +27,23 @@ from transformers import (
 
 from .. import patch_model
 from ..conversion.config import ConvertConfig
-from ..conversion.distill import last_whole_checkpoint, run_stage, without_secrets
+from ..conversion.distill import last_whole_checkpoint, without_secrets
 from ..conversion.journal import Journal
 from ..conversion.rows import Collator, ready_rows
 from ..conversion.run import Run
-from ..conversion.stages import FineTune
 from ..conversion.trainable import part_of
+from ..layer.registry import canonical_name
 from ..patch import unpatch_model
 from ..publish.checkpoint import damage_named
-from ..publish.results import hardware, versions
+from ..publish.results import hardware, read, versions
 from ..text.bar import silent
 from ..text.typed import parse_layers
 from ..writing import claimed, saved_whole, told_where
 from .arguments import CONTROL, DTYPES, ConversionArguments, ModelArguments
 from .metrics import scores
-from .outcome import Outcome
+from .stages import FineTune, run_stage
 
+OUTCOME_FILE = "outcome.json"
 CONVERTED, STAGE, TRAINED = "converted", "stage-", "model"
 
 
@@ -266,3 +267,65 @@ def _budget(task: Task, args: TrainingArguments) -> str:
 
 def _count(model: nn.Module) -> int:
     return sum(math.prod(parameter.shape) for parameter in model.parameters())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One trained and measured model.
+
+    Args:
+        settings: every setting on which the metrics depend, as text. A folder holds runs of the same settings only.
+        seed: the seed of the run.
+        metrics: values by name.
+        predictions, references: one number per held-out row: the predicted and the true class, or a loss and zero.
+        swap: `config.attn_swap` of the model, as JSON.
+        parameters_added: the number of parameters that the swap added.
+        conversion: how the model was made, one sentence per step.
+        steps: number of fine-tuning steps.
+        rows: number of rows by split.
+        wall_seconds: seconds of the whole run.
+        hardware, versions: the machine, and the versions of packages.
+    """
+
+    settings: dict[str, str]
+    seed: int
+    metrics: dict[str, float]
+    predictions: tuple[float, ...]
+    references: tuple[float, ...]
+    swap: str
+    parameters_added: int
+    conversion: tuple[str, ...]
+    steps: int
+    rows: dict[str, int]
+    wall_seconds: float
+    hardware: str
+    versions: dict[str, str]
+
+    def save(self, folder: Path) -> None:
+        """Write the outcome into a folder. An interrupted write leaves no file of this name."""
+        unfinished = folder / f"{OUTCOME_FILE}.part"
+        unfinished.write_text(json.dumps(asdict(self), allow_nan=False) + "\n", encoding="utf-8")
+        unfinished.replace(folder / OUTCOME_FILE)
+
+    @classmethod
+    def find(cls, folder: Path, settings: dict[str, Any]) -> Outcome | None:
+        """The outcome in a folder, or None if the run has not ended. The name of a variant may be an alias.
+
+        Raises:
+            ValueError: the folder holds a run of other settings.
+        """
+        path = folder / OUTCOME_FILE
+        if not path.exists():
+            return None
+        outcome: Outcome = read(cls, json.loads(path.read_text(encoding="utf-8")))
+        wanted = {key: str(value) for key, value in settings.items()}
+        stored = dict(outcome.settings)
+        if "variant" in stored:
+            stored["variant"] = canonical_name(stored["variant"])
+        for key in sorted(wanted.keys() | stored.keys()):
+            if wanted.get(key) != stored.get(key):
+                raise ValueError(
+                    f"{folder} holds a run with {key} = {stored.get(key)}, not {wanted.get(key)}; choose another "
+                    "--output_dir."
+                )
+        return outcome

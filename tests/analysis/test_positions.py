@@ -11,9 +11,10 @@ import torch
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.measuring.held_out import HeldOut
-from hf_attn_swap.measuring.lost import Lost, lost
-from hf_attn_swap.measuring.positions import (
+from hf_attn_swap.measuring.lost import (
+    Lost,
     check_length,
+    lost,
 )
 from tests.contract.harness import fresh, refused
 

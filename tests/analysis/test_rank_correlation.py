@@ -11,7 +11,7 @@ from scipy.stats import spearmanr
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.measuring.held_out import HeldOut
-from hf_attn_swap.measuring.rank_correlation import difference_margin, rank_correlation
+from hf_attn_swap.measuring.lost import difference_margin, rank_correlation
 from hf_attn_swap.training.metrics import paired_interval
 from tests import zoo
 from tests.contract.harness import batch_of

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_attn_swap import describe, families, patch_model, set_strength, unpatch_model
-from hf_attn_swap.conversion.teacher import Teacher
+from hf_attn_swap.conversion.trainer import Teacher
 from hf_attn_swap.patch import need_installation
 from hf_attn_swap.wiring.layers import Layer
 

@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 
 import hf_attn_swap
 from hf_attn_swap import analysis, conversion, dynamics, quantization
-from hf_attn_swap.conversion.stages import Distil
+from hf_attn_swap.conversion.config import Distil
 from tests.harness.byte_tokenizer import build
 
 TEXTS = ["The attention of every loaded model is replaced, and 12 weights are kept. " * 4] * 12

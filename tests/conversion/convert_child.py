@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from transformers import TrainingArguments
 
 from hf_attn_swap.conversion import distill
+from hf_attn_swap.conversion.config import Distil
 from hf_attn_swap.conversion.journal import Journal
-from hf_attn_swap.conversion.stages import Distil
 
 from .converting import converted, rows, stock, timeless, weights
 
@@ -26,16 +26,16 @@ def main(folder: str, result: str, batch: int, last: int) -> None:
     warnings.filterwarnings("ignore")
     distill.SAVE_EVERY = 2
     writes: list[str] = []
-    for name in ("write", "save"):
-        real = getattr(Journal, name)
+    real = Journal.write
 
-        def write(self: Journal, *given: Any, real: Any = real) -> None:
-            writes.append(given[0])
-            if len(writes) == last:
-                os._exit(9)
-            real(self, *given)
+    def write(self: Journal, *given: Any) -> None:
+        writes.append(given[0])
+        if len(writes) == last:
+            os._exit(9)
+        real(self, *given)
 
-        setattr(Journal, name, write)
+    monkey: Any = Journal
+    monkey.write = write
     model = stock("bert")
     backend = "gloo" if "WORLD_SIZE" in os.environ else None
     args = TrainingArguments(

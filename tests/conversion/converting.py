@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_attn_swap.conversion.config import Distil
 from hf_attn_swap.conversion.convert import convert
 from hf_attn_swap.conversion.report import ConversionReport
-from hf_attn_swap.conversion.stages import Distil
 from tests.contract.harness import batch_of, fresh
 
 from .distilling import rows_of

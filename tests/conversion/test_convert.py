@@ -18,18 +18,17 @@ from transformers import TrainingArguments
 from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.analysis import lost
 from hf_attn_swap.conversion import calibrate, config
-from hf_attn_swap.conversion.config import default_distil
+from hf_attn_swap.conversion.config import Distil, default_distil
 from hf_attn_swap.conversion.convert import convert
 from hf_attn_swap.conversion.distill import StopWithin
 from hf_attn_swap.conversion.report import ConversionReport
 from hf_attn_swap.conversion.rows import as_rows
-from hf_attn_swap.conversion.stages import Calibrate, Distil, FineTune
 from hf_attn_swap.measuring.held_out import HeldOut
+from hf_attn_swap.training.stages import Calibrate, FineTune
 from tests import zoo
 from tests.contract.harness import batch_of, forward, refused, swaps
 
 from .converting import ADAPTERS, BODY, CALM, converted, rows, same, stock, timeless, weights
-from .letters import Words
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT
@@ -127,25 +126,22 @@ def test_a_distillation_that_diverged_is_taken_back(stage: Distil, rate: float, 
     unpatch_model(model)
     assert same(weights(model), before)
     path = report.save(tmp_path).with_suffix(".json")
-    again = ConversionReport.from_dict(json.loads(path.read_text(), parse_constant=pytest.fail))
-    assert str(again).splitlines()[0] == report.summary
+    assert json.loads(path.read_text(), parse_constant=pytest.fail)["trained"] is False
 
 
 @pytest.mark.parametrize("stage", [BODY, ADAPTERS], ids=["weights", "adapters"])
-@pytest.mark.parametrize("first", [0, 96])
-def test_the_best_measured_weights_are_the_result(stage: Distil, first: int, tmp_path: Path) -> None:
-    """What loses a little more than an earlier training, or than no training, is taken back; also by a later run."""
-    stages = [replace(stage, tokens=first, learning_rate=1e-4)] if first else []
+def test_the_best_measured_weights_are_the_result(stage: Distil, tmp_path: Path) -> None:
+    """What loses a little more than no training is taken back; also by a later run."""
     hurts = replace(stage, learning_rate=0.05)
     models, reports = [stock("bert"), stock("bert")], []
     for model in models:
-        given = {"stages": [*stages, hurts], "tokens": 192, "output_dir": tmp_path}
+        given = {"stages": [hurts], "tokens": 192, "output_dir": tmp_path}
         reports.append(converted(model, "simpletron_resl", rows("bert"), **given))
     report = reports[0]
     best = min(report.steps, key=lambda step: step.lost.divergence_or_error)
     assert "distillation taken back" in names(report)
     assert report.lost.divergence_or_error == pytest.approx(best.lost.divergence_or_error, rel=1e-4)
-    assert report.trained == bool(first)
+    assert not report.trained
     assert "Training hurt" in str(report)
     assert same(weights(models[0]), weights(models[1]))
     assert timeless(reports[0]) == timeless(reports[1])
@@ -330,15 +326,6 @@ def test_labels_are_not_read() -> None:
     assert same(weights(models[0]), weights(models[1]))
 
 
-def test_rows_of_unequal_length() -> None:
-    data = [
-        {"input_ids": row["input_ids"][: 3 + n % 4].tolist(), "attention_mask": [1] * (3 + n % 4)}
-        for n, row in enumerate(rows("bert", 40))
-    ]
-    report = converted(stock("bert"), "simpletron_resl", data, processor=Words())
-    assert 0 < spent(report) <= 200
-
-
 KINDS: dict[str, Callable[[], Any]] = {
     "regression": lambda: zoo.build("bert", head="classification", num_labels=1),
     "backbone": lambda: zoo.build("bert", head="base"),
@@ -408,23 +395,11 @@ def test_weights_in_half_precision_do_not_train() -> None:
         assert default_distil(stock("llama").bfloat16(), "simpletron_resl").rank == 32
 
 
-def test_stages_of_the_user() -> None:
-    """The named fit alone, then the layers with a budget of their own, then what is left."""
-    stages = [replace(ADAPTERS, layers=1.0, logits=0.0, tokens=96), ADAPTERS]
-    report = converted(stock("llama"), "simpletron_resl", rows("llama", 40), fit="gain", stages=stages, tokens=288)
-    assert names(report) == ["swap", "fit: gain", "distil 1", "distil 2", "adapters merged"]
-    assert [step.tokens for step in report.steps] == [0, 0, 96, 192, 0]
-    losses = [step.lost.divergence_or_error for step in report.steps]
-    assert losses[2] != losses[1]
-    assert losses[3] < losses[2]
-
-
 STAGES = {
-    "a Trainer reads labels": [FineTune(), BODY],
+    "a Trainer reads labels": [FineTune()],
     "fit= names the fit": [Calibrate(), BODY],
-    "the same rank and trainable": [replace(BODY, tokens=100), ADAPTERS],
-    "every Distil but the last needs its tokens": [BODY, BODY],
-    "the last takes what is left": [replace(BODY, tokens=100)],
+    "stages takes one Distil": [BODY, BODY],
+    "convert's tokens are the budget": [replace(BODY, tokens=100)],
 }
 
 
@@ -452,7 +427,7 @@ def test_low_memory(variant: str) -> None:
     assert [report.training_steps for report in reports] == [reports[0].training_steps] * 2
     assert ends[1] == pytest.approx(ends[0], rel=1e-3)
     assert default_distil(stock("bert"), "belief", low_memory=True).rank == config.RANK
-    with refused("give the Distil stages a rank"):
+    with refused("give the Distil stage a rank"):
         converted(stock("bert"), "belief", rows("bert"), low_memory=True)
 
 
@@ -490,15 +465,10 @@ def test_the_report_as_text_html_and_json(tmp_path: Path) -> None:
     text = unescape(page.read_text())
     assert all(cell in text for step in report.steps for cell in step.cells())
     assert all(line in text for line in below)
-    assert "<svg" in text
-    again = ConversionReport.from_dict(json.loads((tmp_path / "new" / "conversion.json").read_text()))
-    assert again == report
-    data = report.to_dict()
+    assert "what each layer alone costs" in text
+    data = json.loads((tmp_path / "new" / "conversion.json").read_text())
     assert (data["met"], data["layers"], data["loss"]) == (True, list(report.layers), report.lost.degradation)
     assert data["measure"] == "perplexity above the stock model's"
-    whole = converted(stock("bert"), "modern_hopfield", rows("bert"), tokens=1)
-    assert ConversionReport.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
-    assert "<svg" not in whole.save(tmp_path / "whole").read_text()
 
 
 # -- Refusals ----------------------------------------------------------------------------------------------------------
@@ -587,13 +557,6 @@ def test_the_control_counts_as_a_stock_model() -> None:
     assert timeless(reports[0]) == timeless(reports[1])
     assert same(weights(models[0]), weights(models[1]))
     assert models[0].config.attn_swap == models[1].config.attn_swap
-
-
-def test_a_refusal_leaves_the_control_in_place() -> None:
-    model = patch_model(stock("bert"), "softmax")
-    with refused("tokens must be a whole number"):
-        converted(model, "belief", rows("bert"), tokens=-1)
-    assert describe(model).to_dict() == describe(patch_model(stock("bert"), "softmax")).to_dict()
 
 
 @pytest.mark.parametrize("other", ["variant", "weights", "data", "tokens", "bf16"])

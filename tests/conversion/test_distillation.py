@@ -239,17 +239,6 @@ def test_accumulated_gradients(losses: Losses, tmp_path: Path) -> None:
     assert moved(fresh("bert"), {key: found[0][key] for key in start})
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", pytest.param("vit", marks=pytest.mark.slow)])
-def test_mixed_precision(name: str, tmp_path: Path) -> None:
-    batch = batch_of(name, torch.float32)
-    model = patch_model(fresh(name, torch.float32), "simpletron_resl")
-    trainer = distiller(model, tmp_path, name, losses=EVERY, trainable="body", args={"bf16": True})
-    first = loss_of(trainer, batch)
-    trainer.train()
-    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-    assert loss_of(trainer, batch) < 0.95 * first
-
-
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
@@ -281,12 +270,6 @@ def test_frozen_parameters_of_the_variant_are_named(tmp_path: Path) -> None:
         distiller(model, tmp_path, args={"num_train_epochs": 1}).train()
 
 
-def test_parts_named_by_the_caller_need_no_warning(tmp_path: Path) -> None:
-    """A warning would fail this test, as it fails every test."""
-    model = patch_model(fresh("bert", torch.float32), "gated")
-    distiller(model, tmp_path, args={"num_train_epochs": 1}, trainable="query").train()
-
-
 def rates_of(model: Any) -> list[tuple[str, str, float]]:
     """Every rate of dropout in the model's modules."""
     return [
@@ -315,19 +298,6 @@ def test_evaluated_without_labels(name: str, losses: Losses, tmp_path: Path) -> 
     assert found["eval_loss"] == pytest.approx(loss_of(trainer, batch), rel=1e-5)
     labelled = [{**row, "labels": 1} for row in rows_of(batch, 1)]
     assert trainer.evaluate(labelled)["eval_loss"] == pytest.approx(found["eval_loss"])
-
-
-def test_saved_and_resumed(tmp_path: Path) -> None:
-    """A training that goes on from a checkpoint ends with the weights of one that was not stopped."""
-    found = []
-    for resume in (None, str(tmp_path / "checkpoint-5")):
-        model = patch_model(fresh("bert", torch.float32), "simpletron_resl")
-        words = {"save_strategy": "steps", "save_steps": 5, "num_train_epochs": 3}
-        trainer = distiller(model, tmp_path, trainable="body", args=words)
-        trainer.train(resume_from_checkpoint=resume)
-        assert trainer.state.global_step == 12
-        found.append(weights_of(model))
-    assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
 
 
 def test_steps_of_a_fitted_map_are_relative(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ from transformers import TrainingArguments
 
 from hf_attn_swap.conversion import distributed
 from hf_attn_swap.conversion.config import ConvertConfig
-from hf_attn_swap.conversion.convert import _journal
 from hf_attn_swap.conversion.distributed import broadcast_from_rank0
-from hf_attn_swap.conversion.journal import Journal
+from hf_attn_swap.conversion.journal import Journal, fingerprint
 from hf_attn_swap.conversion.rows import ready_rows
 from hf_attn_swap.conversion.run import Run
 from tests.contract.harness import refused
@@ -69,11 +68,12 @@ def test_results_are_those_of_the_first_process(first: list[Any]) -> None:
     assert run.sentences == ["theirs"]
 
 
-def test_processes_that_see_other_folders(first: list[Any], tmp_path: Path) -> None:
-    first += [1, 0]
+def test_processes_that_see_other_folders(first: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stock("bert")
+    first += [fingerprint(model.parameters()), 1]
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
     with refused("holds other files for the first process; name a folder that all processes share."):
-        _journal(tmp_path, {}, arguments(world_size=2))
-    assert _journal(tmp_path, {}, arguments(world_size=2)).entries == []
+        converted(model, "belief", rows("bert"), output_dir=tmp_path)
 
 
 @pytest.mark.parametrize("how", ["fsdp", "zero 3", "split before"])
@@ -88,7 +88,7 @@ def test_split_weights_are_refused_before_anything_is_measured(
         args.deepspeed_plugin = SimpleNamespace(zero_stage=3)
     else:
         next(iter(model.parameters())).ds_id = 0  # as DeepSpeed marks it
-    with refused("convert works on whole weights", "--multi_gpu"):
+    with refused("work on whole weights", "--multi_gpu"):
         converted(model, "belief", [], args=args)
     assert same(weights(model), before)
 

@@ -14,10 +14,8 @@ from PIL import Image
 
 from hf_attn_swap.conversion import distill
 from hf_attn_swap.conversion import rows as rows_module
-from hf_attn_swap.conversion import split as split_module
 from hf_attn_swap.conversion.distill import StopWithin
-from hf_attn_swap.conversion.rows import Rows, as_rows, parts_of, shuffled
-from hf_attn_swap.conversion.split import split
+from hf_attn_swap.conversion.rows import Rows, as_rows, parts_of, shuffled, split
 from tests.contract.harness import refused
 
 from .converting import CALM, Killed, converted, rows, same, stock, timeless, weights
@@ -158,7 +156,7 @@ def test_a_text_of_a_usual_size_is_divided_as_before(monkeypatch: pytest.MonkeyP
     assert list(train.rows) == [blocks[place] for place in sorted(order[count:])]
     assert list(held.rows) == [blocks[place] for place in sorted(order[:count])]
     for name, value in (("POOL", 10), ("HELD_TOKENS", 100), ("FEWEST_ROWS", 8), ("HELD_ROWS", 8)):
-        monkeypatch.setattr(split_module, name, value)
+        monkeypatch.setattr(rows_module, name, value)
     train, held = split(stock("llama"), letters, None, Words(), 5, tokens=300)
     assert 400 <= 5 * (len(train) + len(held)) < 1000
     assert len(held) == 20
@@ -187,7 +185,7 @@ def test_held_out_data_are_read_as_far_as_they_are_measured() -> None:
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read beside the budget is little."""
     for name, value in (("HELD_TOKENS", 80), ("HELD_ROWS", 8), ("FEWEST_TOKENS", 0), ("FEWEST_ROWS", 0)):
-        monkeypatch.setattr(split_module, name, value)
+        monkeypatch.setattr(rows_module, name, value)
 
 
 @pytest.mark.usefixtures("little")

@@ -96,7 +96,7 @@ def test_a_toy_step_is_undone_after_an_error(name: str, ran: list[str], monkeypa
     assert same(weights(model), before)
 
 
-@pytest.mark.parametrize("key", ["halve a row: work", "halve a row", "distil 1: work"])
+@pytest.mark.parametrize("key", ["halve a row", "distil 1"])
 def test_a_toy_step_is_recalled_and_not_run_again(
     key: str, ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,8 +104,8 @@ def test_a_toy_step_is_recalled_and_not_run_again(
     wanted = timeless(converted(whole, "outeffhop+gated", rows("llama")))
     write = Journal.write
 
-    def ends(self: Journal, name: str, value: dict[str, Any]) -> None:
-        write(self, name, value)
+    def ends(self: Journal, name: str, *given: Any) -> None:
+        write(self, name, *given)
         if name == key:
             raise Killed
 

@@ -12,7 +12,8 @@ from hf_attn_swap import patch_model, set_strength
 from hf_attn_swap.analysis import lost
 from hf_attn_swap.conversion import merge_calibration
 from hf_attn_swap.conversion.calibrate import calibrate
-from hf_attn_swap.conversion.sensitivity import Sensitivity, layer_sensitivity
+from hf_attn_swap.conversion.report import Sensitivity
+from hf_attn_swap.conversion.sensitivity import layer_sensitivity
 from hf_attn_swap.measuring.held_out import HeldOut
 from tests.contract.harness import batch_of, fresh, refused, swaps
 

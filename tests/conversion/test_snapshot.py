@@ -45,9 +45,9 @@ def test_given_back(written: bool) -> None:
     kept = swaps(model)[1].fitted
     snapshot = taken(held(model), [model.get_input_embeddings().weight])
     if written:
-        plain, tensors = json.loads(json.dumps(snapshot.plain)), snapshot.named(model)
+        plain, tensors = json.loads(json.dumps(snapshot.held)), snapshot.named(model)
         assert sum(name.startswith("weight ") for name in tensors) == 1
-        snapshot = Snapshot.read(plain, tensors, model)
+        snapshot = Snapshot.read(plain, tensors, snapshot.changed, model)
     given_back(snapshot, held(model))
     assert swaps(model)[1].fitted == kept, "a fit that stays keeps its module"
     changed(model)

@@ -275,11 +275,3 @@ def test_states_refused(tmp_path: Path) -> None:
         distiller(set_strength(patched(), 0.0), tmp_path)
     with refused("there is nothing to train"):
         distiller(patched().requires_grad_(False), tmp_path)
-
-
-def test_a_model_without_logits(tmp_path: Path) -> None:
-    model = patch_model(fresh("bert", torch.float32, head="base"), "modern_hopfield")
-    batch = batch_of("bert")
-    with refused("the model gives no logits; set the loss 'logits' to 0 and 'hidden' above 0"):
-        loss_of(distiller(model, tmp_path, trainable="body"), batch)
-    assert loss_of(distiller(model, tmp_path, trainable="body", losses=HIDDEN), batch) > 0

@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
-from hf_attn_swap.conversion.distill import (
-    epochs_of,
-    last_whole_checkpoint,
-    share_of_budget,
-)
+from hf_attn_swap.conversion.config import Distil
+from hf_attn_swap.conversion.distill import last_whole_checkpoint, next_rows, training_arguments
 from hf_attn_swap.conversion.rows import Rows
 from hf_attn_swap.conversion.run import Budget
-from hf_attn_swap.conversion.stages import Distil
+from hf_attn_swap.training.stages import epochs_of
 from tests.contract.harness import refused
 
 DISTIL = Distil(batch=2)
@@ -33,7 +30,7 @@ def state(length: int, folder: Path, **budget: int) -> Any:
     return SimpleNamespace(
         rows=rows_of(length),
         budget=Budget(**budget),
-        config=SimpleNamespace(last=DISTIL, low_memory=False),
+        config=SimpleNamespace(distil=DISTIL, low_memory=False),
         args=TrainingArguments(output_dir=str(folder), per_device_train_batch_size=5, report_to="none"),
         journal=SimpleNamespace(folder=None),
         folder=folder,
@@ -44,27 +41,27 @@ def state(length: int, folder: Path, **budget: int) -> Any:
 @pytest.mark.parametrize(("tokens", "left", "count"), [(100, 12, 4), (7, 100, 2), (1, 100, 1)])
 def test_a_share_of_the_budget_goes_on_in_the_order(tokens: int, left: int, count: int, tmp_path: Path) -> None:
     found = state(3, tmp_path, left=left, read=3)
-    training = share_of_budget(found, DISTIL, tokens, "distil 1.2")
+    args = training_arguments(found, DISTIL, "distil 1.2")
     order = list(itertools.islice(found.rows.order(2), 3, 3 + count))
-    assert [row["input_ids"][0] for row in training.rows] == order
-    assert (training.args.train_batch_size, training.args.num_train_epochs) == (2, 1)
-    assert Path(str(training.args.output_dir)) == tmp_path / "distil-1.2"
+    assert [row["input_ids"][0] for row in next_rows(found, DISTIL, tokens)] == order
+    assert (args.train_batch_size, args.num_train_epochs) == (2, 1)
+    assert Path(str(args.output_dir)) == tmp_path / "distil-1.2"
 
 
 def test_epochs_of_a_stage(tmp_path: Path) -> None:
     found = state(3, tmp_path)
-    whole = epochs_of(found, Distil(epochs=2.5, learning_rate=0.5), "stage-1")
-    assert (len(whole.rows), whole.args.num_train_epochs, whole.args.learning_rate) == (10, 2.5, 0.5)
-    assert (whole.args.train_batch_size, whole.words) == (5, "2.5 epochs on 10 training rows")
-    assert Path(str(whole.args.output_dir)) == tmp_path / "stage-1"
-    assert epochs_of(found, DISTIL, "x").args.train_batch_size == 2
+    rows, args, words = epochs_of(found, Distil(epochs=2.5, learning_rate=0.5), "stage-1")
+    assert (len(rows), args.num_train_epochs, args.learning_rate) == (10, 2.5, 0.5)
+    assert (args.train_batch_size, words) == (5, "2.5 epochs on 10 training rows")
+    assert Path(str(args.output_dir)) == tmp_path / "stage-1"
+    assert epochs_of(found, DISTIL, "x")[1].train_batch_size == 2
 
 
 @pytest.mark.parametrize(("tokens", "rows", "epochs"), [(1, 1, 1.0), (12, 4, 1.0), (30, 10, 1.0), (75, 10, 2.5)])
 def test_tokens_of_a_stage(tokens: int, rows: int, epochs: float, tmp_path: Path) -> None:
-    found = epochs_of(state(3, tmp_path), Distil(tokens=tokens), "x")
-    assert (len(found.rows), found.args.num_train_epochs, found.words) == (rows, epochs, f"{tokens:,} tokens")
-    assert [row["input_ids"][0] for row in found.rows] == list(range(rows))
+    read, args, words = epochs_of(state(3, tmp_path), Distil(tokens=tokens), "x")
+    assert (len(read), args.num_train_epochs, words) == (rows, epochs, f"{tokens:,} tokens")
+    assert [row["input_ids"][0] for row in read] == list(range(rows))
 
 
 def test_tokens_of_rows_that_have_none(tmp_path: Path) -> None:

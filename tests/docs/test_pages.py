@@ -22,8 +22,8 @@ from transformers import BertConfig, BertForSequenceClassification, BertTokenize
 
 import hf_attn_swap
 from hf_attn_swap import analysis, configurations, conversion, dynamics, functional, memory, quantization
-from hf_attn_swap.conversion.stages import read_stages
 from hf_attn_swap.layer.fitted import FITTED
+from hf_attn_swap.training.stages import read_stages
 from hf_attn_swap.variants.base import VARIANTS
 from hf_attn_swap_cli.app import app
 from tests.harness.command_line import classes

@@ -20,7 +20,7 @@ import hf_attn_swap
 from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.conversion.calibrate import calibrate
 from hf_attn_swap.conversion.smooth import smooth
-from hf_attn_swap.conversion.teacher import note_retrained
+from hf_attn_swap.conversion.trainer import note_retrained
 from hf_attn_swap.layer.registry import canonical_name, tiny_options
 from hf_attn_swap.layer.swap import Swap
 from hf_attn_swap.patch import need_installation

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_attn_swap import patch_model, unpatch_model
 from hf_attn_swap.conversion import calibrate
-from hf_attn_swap.conversion.merge import merge_calibration
+from hf_attn_swap.conversion.calibrate import merge_calibration
 from hf_attn_swap.families import sites
 from tests.contract.cells import DEEP
 from tests.contract.harness import batch_of, distance, forward, fresh, padding_side, perturb, refused, swaps

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import typer
 
-from hf_attn_swap.conversion.stages import Distil, FineTune
+from hf_attn_swap.conversion.config import Distil
 from hf_attn_swap.publish.card import commands_beside
 from hf_attn_swap.publish.results import RESULTS_FILE, RunResult
 from hf_attn_swap.training.run import TRAINED
+from hf_attn_swap.training.stages import FineTune
 from hf_attn_swap_cli.app import app
 from tests.harness.recipes import RECIPES, needs_recipes, recipe
 

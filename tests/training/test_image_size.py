@@ -19,7 +19,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hf_attn_swap.training.image_size import resized
+from hf_attn_swap.training.recipes.image_classification import resized
 from tests.contract.harness import refused
 
 SIZES: dict[str, Any] = {"image_size": 16, "patch_size": 4, "hidden_size": 16, "num_attention_heads": 2}

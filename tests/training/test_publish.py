@@ -16,8 +16,8 @@ from transformers import TrainingArguments
 from hf_attn_swap import patch_model
 from hf_attn_swap.publish.results import versions
 from hf_attn_swap.training.arguments import ModelArguments, TextDataArguments
-from hf_attn_swap.training.outcome import Outcome
-from hf_attn_swap.training.publish import About, publish
+from hf_attn_swap.training.compare import About, publish
+from hf_attn_swap.training.run import Outcome
 from tests.contract.harness import fresh
 
 ROWS = 40

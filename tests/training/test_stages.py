@@ -11,10 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from hf_attn_swap.conversion.stages import Calibrate, Distil, FineTune, read_stages
+from hf_attn_swap.conversion.config import Distil
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.training import parse
 from hf_attn_swap.training.arguments import ConversionArguments
+from hf_attn_swap.training.stages import Calibrate, FineTune, read_stages
 from tests.harness.recipes import NO_SAVING, needs_recipes, recipe
 
 from .conftest import options
