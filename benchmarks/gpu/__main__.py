@@ -75,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, start: float, until: float) -> None:
     """Run the cells that have no row yet, as far as the time suffices."""
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # fp32 is fp32, in the convolution of images too
     import torch
 
     from . import layers, models, right

@@ -67,7 +67,6 @@ JUMPING = "sparsemax"
 
 def cells(setup: Any) -> Iterator[Cell]:
     """A cell per dtype, case, family and variant; on a CPU a few that have all of them in turn."""
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     for dtype in ("bfloat16", "float32"):
         yield Cell(f"dropped weights, {dtype}", 3, functools.partial(dropped, dtype, setup.device))
     every = [
