@@ -184,9 +184,9 @@ bench: $(VENV)/.installed
 bench-compare: $(VENV)/.installed
 	$(VENV)/bin/python benchmarks/bench_compare.py "$(REF)" $(BENCH_ARGS)
 
-# PyTorch from PyPI has CUDA on Linux. With a PyTorch of your own, run benchmarks/bench_gpu.py without make.
+# PyTorch from PyPI has CUDA on Linux. With a PyTorch of your own, run python -m benchmarks.gpu without make.
 bench-gpu: $(VENV)/.installed
-	$(VENV)/bin/python benchmarks/bench_gpu.py $(BENCH_ARGS)
+	$(VENV)/bin/python -m benchmarks.gpu --out bench-gpu $(BENCH_ARGS)
 
 clean:
 	rm -rf dist site .venv .venv-build .venv-wheel .venv-uv $(VERSIONS:%=.venv-%) .mypy_cache .ruff_cache .pytest_cache

@@ -16,6 +16,7 @@ from mkdocs.structure.files import File, Files
 
 from docs.tables import TABLES
 from docs.tables.families import families_table
+from docs.tables.gpu import gpu_tables
 from docs.tables.matrix import matrix_table
 from docs.tables.papers import claims_table
 from docs.tables.runs import CARDS, RECORDS, recorded
@@ -116,6 +117,7 @@ def _claims() -> str:
 OF_RUNS = ("published", "conversion", "scratch", "glue")  # their last column counts seeds
 OF_THE_SITE = {
     "families": families_table,
+    "gpu": gpu_tables,
     "matrix": lambda: figures(matrix_table()),
     "papers": _claims,
     "variants": names_table,

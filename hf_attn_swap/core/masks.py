@@ -127,7 +127,7 @@ class Masks:
             return replace(extended, given=wider) if self.given is not None else replace(extended, key_mask=wider)
         if self.causal:
             ones = self.once(
-                ("extra keys", pairs), lambda: torch.ones(1, self.keys + pairs, dtype=torch.bool).to(self.device)
+                ("extra keys", pairs), lambda: torch.ones(1, self.keys + pairs, dtype=torch.bool, device=self.device)
             )
             return replace(extended, key_mask=ones)
         return extended

@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .blocks import OTHERWISE
 from .double_backward import refuse_double_backward
 
-BLOCK = 2**22  # the largest number of scores that one block of queries holds: 16 MB in fp32
+BLOCK = 2**22  # the largest number of scores that one block of queries holds on a CPU: 16 MB in fp32
 Term = tuple[Tensor, Tensor, float]  # q (B,H,Q,D), k (B,H,K,D) and the factor of q k^T in H
 
 
@@ -143,7 +144,8 @@ def attend_long(
         The heads (B,H,Q,D). A query that may see no key gets zeros.
     """
     queries, keys = terms[-1][0].shape[2], value.shape[2]
-    size = max(1, BLOCK // (value.shape[0] * value.shape[1] * keys))
+    block = BLOCK if value.device.type == "cpu" else OTHERWISE
+    size = max(1, block // (value.shape[0] * value.shape[1] * keys))
     blocks = []
     for start in range(0, queries, size):
         stop = min(start + size, queries)

@@ -46,17 +46,17 @@ class Normalizer:
 
 
 class _Exponential(Normalizer):
-    """softmax, or softmax_n if n is given, a (1,) tensor; keeps the log of each row's denominator."""
+    """softmax, or softmax_n if n is given, a number or a (1,) tensor; keeps the log of each row's denominator."""
 
     kept = 1
 
-    def __init__(self, n: Tensor | None = None) -> None:
+    def __init__(self, n: float | Tensor | None = None) -> None:
         self.n = n
 
     def find(self, scores_BHQK: Tensor) -> tuple[Tensor, Tensor]:
         top = _top(scores_BHQK)
-        if self.n is not None:
-            log_n = self.n.to(top).log()
+        if self.n is not None:  # a number is written where the scores are: to copy it there would wait for a GPU
+            log_n = (self.n.to(top) if isinstance(self.n, Tensor) else top.new_full((1,), self.n)).log()
             top = torch.maximum(top, log_n)
         weights = scores_BHQK.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
@@ -148,7 +148,7 @@ def normalizer(name: str, strength: Tensor | None) -> Normalizer:
     if name == "softmax":
         return _Exponential()
     if name == "softmax_n":
-        return _Exponential(torch.ones(1) if strength is None else strength)
+        return _Exponential(1.0 if strength is None else strength)
     sparse: Normalizer = {"sparsemax": _Sparsemax, "entmax15": _Entmax15}[name]()
     return sparse if strength is None else _Mixed(sparse, strength)
 

@@ -1,7 +1,6 @@
-"""A device map that cuts a model between layers: the carried terms of lower layers come to where the layer computes.
+"""Kernels on other devices than the CPU: where they make their tensors, and a device map that cuts a model in two.
 
-The meta device stands for the second device. It computes shapes, not numbers, and refuses to mix with the CPU as a
-second GPU does.
+The meta device stands for a GPU. It computes shapes, not numbers, and refuses to mix with the CPU as a second GPU does.
 """
 
 from __future__ import annotations
@@ -11,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_attn_swap.core.call import Call, ForwardContext, Hidden, Inputs
 from hf_attn_swap.core.masks import Masks
-from hf_attn_swap.kernels import carried
+from hf_attn_swap.kernels import carried, hopfield, weighted
 from hf_attn_swap.kernels.dispatch import Form
 
 LENGTH = 6
@@ -70,3 +71,50 @@ def test_on_one_device_terms_are_not_copied() -> None:
     assert all(
         new[0] is old[0] and new[1] is old[1] for old, new in zip(below.terms, shared.scores[1].terms, strict=False)
     )
+
+
+class OnTheCpu(TorchDispatchMode):
+    """Notes the operators that make a tensor on the CPU: a GPU would have to wait for the copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.made += [str(func) for tensor in tensors if tensor.device.type == "cpu"]
+        return result
+
+
+@pytest.mark.parametrize("rule", ["softmax", "softmax_n"])
+def test_blocks_of_weights_make_their_tensors_where_the_scores_are(rule: str) -> None:
+    q, k, v = made("meta", 0).three
+    with OnTheCpu() as noted:
+        how = (None, None, None, True, 0.5, rule, -0.1, 1.0, 0.0)
+        heads, rows = weighted.compute(q, k, v, *how)
+        weighted.compute_backward(heads, rows, q, k, v, *how)
+    assert not noted.made
+
+
+def test_a_mask_with_further_keys_is_made_where_the_queries_are() -> None:
+    masks = made("meta", 0).masks
+    with OnTheCpu() as noted:
+        wider = masks.with_extra_keys(2, None, torch.float32)
+    assert wider.key_mask is not None
+    assert wider.key_mask.shape == (1, LENGTH + 2)
+    assert not noted.made
+
+
+@pytest.mark.parametrize(("device", "blocks"), [("cpu", LENGTH), ("meta", 1)])
+def test_blocks_of_carried_scores_are_larger_on_a_gpu(
+    device: str, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopfield, "BLOCK", 1)
+    calls: list[int] = []
+    block = hopfield._block
+    monkeypatch.setattr(hopfield, "_block", lambda *given: calls.append(1) or block(*given))
+    inputs = made(device, 0)
+    key, value = inputs.repeated(inputs.key), inputs.repeated(inputs.value)
+    hopfield.attend_long([(inputs.query, key, 0.5)], value, None, True)
+    assert len(calls) == blocks
