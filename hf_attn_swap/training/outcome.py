@@ -29,6 +29,7 @@ class Outcome:
         rows: number of rows by split.
         wall_seconds: seconds of the whole run.
         hardware, versions: the machine, and the versions of packages.
+        outliers: step, kurtosis and largest activation, where the training logged them.
     """
 
     settings: dict[str, str]
@@ -44,6 +45,7 @@ class Outcome:
     wall_seconds: float
     hardware: str
     versions: dict[str, str]
+    outliers: tuple[tuple[float, ...], ...] = ()
 
     def save(self, folder: Path) -> None:
         """Write the outcome into a folder. An interrupted write leaves no file of this name."""

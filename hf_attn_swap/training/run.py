@@ -9,8 +9,8 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from .. import patch_model
+from ..analysis import OutlierCallback
 from ..conversion.config import ConvertConfig
 from ..conversion.distill import last_whole_checkpoint, run_stage, without_secrets
 from ..conversion.journal import Journal
@@ -40,8 +41,9 @@ from ..text.bar import silent
 from ..text.typed import parse_layers
 from ..writing import claimed, saved_whole, told_where
 from .arguments import CONTROL, DTYPES, ConversionArguments, ModelArguments
-from .metrics import scores
+from .metrics import OUTLIERS, scores
 from .outcome import Outcome
+from .penalty import PenalizedTrainer
 
 CONVERTED, STAGE, TRAINED = "converted", "stage-", "model"
 
@@ -63,6 +65,7 @@ class Task:
         before: measure the swapped model before anything is fitted or trained, too.
         scratch: what the model of random weights is, in words for the card; empty for a pretrained one.
         figures: further figures of the trained model, by name.
+        penalty: the arguments of `PenalizedTrainer`; empty for a training without a penalty.
     """
 
     load: Callable[[], PreTrainedModel]
@@ -77,6 +80,7 @@ class Task:
     before: bool = False
     scratch: str = ""
     figures: Callable[[Trainer, Dataset], dict[str, float]] | None = None
+    penalty: Mapping[str, float] = field(default_factory=dict)
 
 
 def run(
@@ -118,12 +122,18 @@ def _run(
     tuned = Path(training.output_dir or "runs") / CONTROL / f"seed-{seed}" / TRAINED
     before, first, converted, sentences = _converted(task, model, conversion, args, settings, tuned)
     _freeze(converted, conversion.freeze)
-    trainer = Trainer(converted, args, task.collate, train_dataset=task.train)
+    made: Any = PenalizedTrainer if task.penalty else Trainer
+    trainer: Trainer = made(converted, args, task.collate, train_dataset=task.train, **task.penalty)
     trainer.model_accepts_loss_kwargs &= not task.mean_loss
     if silent():
         trainer.remove_callback(PrinterCallback)
+    if model.outlier_steps is not None:
+        trainer.add_callback(OutlierCallback(trainer, every=model.outlier_steps))
     if isinstance(conversion.plan[-1], FineTune) and (args.num_train_epochs or args.max_steps > 0):
         sentences.append(_budget(task, args))
+        if task.penalty:
+            weight, scale = task.penalty.values()
+            sentences.append(f"The loss has a penalty on activations above {scale:g}, of weight {weight:g}.")
         trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
     # "group_by_length" would also shuffle the held-out rows, differently for each seed.
     trainer.args.train_sampling_strategy = "random"
@@ -144,6 +154,11 @@ def _run(
         wall_seconds=time.perf_counter() - start,
         hardware=hardware(args),
         versions=versions(),
+        outliers=tuple(
+            tuple(entry[name] for name in ("step", *OUTLIERS))
+            for entry in trainer.state.log_history
+            if OUTLIERS[0] in entry
+        ),
     )
     _keep(trainer, task, folder, outcome)
     return outcome
