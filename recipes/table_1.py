@@ -14,6 +14,7 @@ checkpoint. `--models bert_base` is BERT at the paper's size, for a GPU.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import importlib
 import json
@@ -28,6 +29,7 @@ from matplotlib.figure import Figure
 from outliers import OutlierArguments, measure
 from transformers import TrainingArguments
 
+from hf_attn_swap.analysis import OutlierCallback
 from hf_attn_swap.publish.results import hardware, versions
 from hf_attn_swap.text.table import markdown
 from hf_attn_swap.training import (
@@ -56,8 +58,8 @@ def folder_of(out: Path, model: str, arm: str, seed: int) -> Path:
     return out / model / arm.replace("+", "-").replace("_", "-") / f"seed-{seed}"
 
 
-def cell(out: Path, name: str, arm: str, seed: int, words: list[str]) -> dict[str, Any]:
-    """Train and measure one cell, and write its results."""
+def cell(out: Path, name: str, arm: str, seed: int, every: int, words: list[str]) -> dict[str, Any]:
+    """Train and measure one cell, with its outliers each so many steps, and write its results."""
     recipe = importlib.import_module(f"hf_attn_swap.training.recipes.{RECIPES[name]}")
     images = RECIPES[name] == "image_classification"
     rows = ImageDataArguments if images else TextDataArguments
@@ -65,7 +67,9 @@ def cell(out: Path, name: str, arm: str, seed: int, words: list[str]) -> dict[st
     own = ["--output_dir", str(out / name), "--variant", arm, "--seeds", str(seed)]
     model, data, conversion, its, training = parse(classes, [f"table_1_{name}", *words, *own], recipe=RECIPES[name])
     training.remove_unused_columns = not images
-    outcome = run(recipe.build_task(model, data, its), model, conversion, training, seed)
+    task = recipe.build_task(model, data, its)
+    task = replace(task, callbacks=(functools.partial(OutlierCallback, every=every),))
+    outcome = run(task, model, conversion, training, seed)
     folder = folder_of(out, name, arm, seed)
     trained = replace(model, model_name_or_path=str(folder / "model"))
     of_text = {} if images else {"tokenizer_name": None}
@@ -140,6 +144,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=RECIPES, default=list(RECIPES)[:3])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--every", type=int, default=50, help="Steps between two points of a curve.")
     parser.add_argument("--draw", action="store_true", help="Run no cell.")
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     given, words = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
@@ -148,7 +153,7 @@ def main() -> None:
         for model in given.models:
             for arm in given.arms:
                 if not (folder_of(given.out, model, arm, seed) / "results.json").exists():
-                    result = cell(given.out, model, arm, seed, words)
+                    result = cell(given.out, model, arm, seed, given.every, words)
                     print(json.dumps({name: result[name] for name in ("model", "arm", "seed", *FIGURES)}), flush=True)
                     gc.collect()
     cells = found(given.out, given.models, given.arms, given.seeds)

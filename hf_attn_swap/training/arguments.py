@@ -62,9 +62,6 @@ class ModelArguments:
     dtype: str = field(
         default=DTYPES[0], metadata={"help": f"Precision of the weights of a pretrained model: {', '.join(DTYPES)}."}
     )
-    outlier_steps: int | None = field(
-        default=None, metadata={"help": "Log kurtosis and largest activation each so many steps; never if left out."}
-    )
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

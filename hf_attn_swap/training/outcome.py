@@ -29,7 +29,7 @@ class Outcome:
         rows: number of rows by split.
         wall_seconds: seconds of the whole run.
         hardware, versions: the machine, and the versions of packages.
-        outliers: step, kurtosis and largest activation, where the training logged them.
+        outliers: step, kurtosis and largest activation, where an `OutlierCallback` logged them.
     """
 
     settings: dict[str, str]

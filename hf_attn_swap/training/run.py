@@ -21,12 +21,12 @@ from transformers import (
     PrinterCallback,
     SchedulerType,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
 
 from .. import patch_model
-from ..analysis import OutlierCallback
 from ..conversion.config import ConvertConfig
 from ..conversion.distill import last_whole_checkpoint, run_stage, without_secrets
 from ..conversion.journal import Journal
@@ -66,6 +66,7 @@ class Task:
         scratch: what the model of random weights is, in words for the card; empty for a pretrained one.
         figures: further figures of the trained model, by name.
         penalty: the arguments of `PenalizedTrainer`; empty for a training without a penalty.
+        callbacks: functions that make a callback of the `Trainer` that fine-tunes, such as `OutlierCallback`.
     """
 
     load: Callable[[], PreTrainedModel]
@@ -81,6 +82,7 @@ class Task:
     scratch: str = ""
     figures: Callable[[Trainer, Dataset], dict[str, float]] | None = None
     penalty: Mapping[str, float] = field(default_factory=dict)
+    callbacks: Sequence[Callable[[Trainer], TrainerCallback]] = ()
 
 
 def run(
@@ -127,8 +129,8 @@ def _run(
     trainer.model_accepts_loss_kwargs &= not task.mean_loss
     if silent():
         trainer.remove_callback(PrinterCallback)
-    if model.outlier_steps is not None:
-        trainer.add_callback(OutlierCallback(trainer, every=model.outlier_steps))
+    for make in task.callbacks:
+        trainer.add_callback(make(trainer))
     if isinstance(conversion.plan[-1], FineTune) and (args.num_train_epochs or args.max_steps > 0):
         sentences.append(_budget(task, args))
         if task.penalty:

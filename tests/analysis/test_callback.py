@@ -16,8 +16,6 @@ from hf_attn_swap.analysis import OutlierCallback, record
 from tests import zoo
 from tests.contract.harness import fresh
 
-from .test_record import state_of
-
 ROWS, BATCH = 16, 2
 
 
@@ -63,18 +61,22 @@ def logged(trainer: Any) -> dict[int, tuple[float, float]]:
     }
 
 
+def hooks(model: Any) -> list[tuple[int, int]]:
+    return [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+
+
 @pytest.mark.parametrize("variant", [None, "outeffhop"])
 def test_it_logs_what_record_says(variant: str | None, tmp_path: Path) -> None:
     """Each of four steps accumulates two batches; evaluations between them, of other weights, do not count."""
     model = fresh("bert", torch.float32)
     if variant is not None:
         patch_model(model, variant)
-    first, before = copy.deepcopy(model), state_of(model)
+    first, before = copy.deepcopy(model), hooks(model)
     options = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.05}
     trainer = trained(model, tmp_path, 2, **options)
     found = logged(trainer)
     assert list(found) == [1, 2, 4]
-    assert state_of(model) == before, "no hook is left"
+    assert hooks(model) == before, "no hook is left"
     rows = Rows()
     with record(first) as recording, torch.no_grad():
         for start in (0, BATCH):

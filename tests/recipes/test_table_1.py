@@ -24,9 +24,9 @@ def test_cells(name: str, tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: 
     text = tmp_path / "rows.txt"
     text.write_text("the film was good and the story bad " * 40, encoding="utf-8")
     out = tmp_path / "out"
-    chosen = [str(out), "--models", name, "--arms", "softmax", "outeffhop+gated", "--seeds", "0"]
+    chosen = [str(out), "--models", name, "--arms", "softmax", "outeffhop+gated", "--seeds", "0", "--every", "2"]
     words = ["--train_file", str(text), "--test_file", str(text), "--max_seq_length", "16", "--max_steps", "4"]
-    words += ["--outlier_steps", "2", "--save_steps", "3", "--config_overrides", json.dumps(SIZES[name])]
+    words += ["--save_steps", "3", "--config_overrides", json.dumps(SIZES[name])]
     words += ["--tokenizer_name", str(tiny / "model")] if name == "bert" else []
     recipe("table_1.py", [*chosen, "--", *words, "--use_cpu", "true", "--disable_tqdm", "true"], monkeypatch)
     files = sorted(out.rglob("results.json"))
