@@ -23,6 +23,8 @@ CAUSAL = ("GPT2Attention", "LlamaAttention", "OPTAttention", "Qwen2Attention")
 CORES = ("AlbertAttention", "BertAttention", "ViTAttention", *CAUSAL)
 GAMMAS = {"ViTAttention": -1e-5} | dict.fromkeys(CAUSAL, -12 / 512)  # of the papers; BERT and ALBERT: -0.025
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "outeffhop": {"n": 1.0, "beta": 1.0},
+    "belief": {"kind": "joined"},
     "clipped_softmax": {"gamma": None, "zeta": 1.0, "alpha": None, "length": None},
     "sink": {"tokens": 1, "kind": "key_value"},
     "window": {"window": 128, "sinks": 4, "full_heads": ()},
@@ -141,6 +143,8 @@ class SlowLayer(nn.Module):
 
     def attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
         """(B,L,E): what the layer gives, without the block's own residual."""
+        if "outeffhop" in self.chosen:
+            q = q * (1 + self.s * (self.chosen["outeffhop"]["beta"] - 1))
         scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * scaling
         allowed = torch.ones_like(scores, dtype=torch.bool)
         bias = torch.zeros_like(scores)
@@ -226,7 +230,7 @@ class SlowLayer(nn.Module):
         plain = slow_softmax_n(scores, 0.0, allowed)
         weights = plain
         if "outeffhop" in self.chosen and self.s > 0:
-            weights = slow_softmax_n(scores, self.s, allowed)
+            weights = slow_softmax_n(scores, self.s * self.chosen["outeffhop"]["n"], allowed)
         for name, formula in (("sparsemax", slow_sparsemax), ("entmax15", slow_entmax15)):
             if name in self.chosen:
                 weights = (1 - self.s) * plain + self.s * formula(scores, allowed)
@@ -245,7 +249,9 @@ class SlowLayer(nn.Module):
             gate = torch.sigmoid(self.gate_logits(x)) / self.chosen["gated"]["pi_init"]
             heads = heads * (1 + self.s * (gate - 1)).unsqueeze(-1)
         if "belief" in self.chosen or "belief_star" in self.chosen:
-            new = (1 - self.s) * heads + self.s * slow_belief_projection(heads, values)
+            kind = self.chosen.get("belief", {}).get("kind")
+            whole = slow_belief_projection(heads, values, per_head=kind == "per_head")
+            new = (1 - self.s) * heads + self.s * (heads - values if kind == "difference" else whole)
             if "belief_star" in self.chosen:
                 split = (1 - self.s) * heads + self.s * slow_belief_projection(heads, values, per_head=True)
                 added = self.s * split.flatten(2) @ self.own["belief_star.w_s.weight"].T

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -9,10 +10,12 @@ from dataclasses import dataclass
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.text.table import markdown
 
+from .speed import FIGURES
 from .stanhop import found_in_table_1, found_in_table_2, measured_size
 
 # Of the best control of a claim: a run whose own control is below this did not train, and compares nothing.
 TRAINED = 0.6
+BERT = 109.5e6  # the parameters of BERT-base
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,20 @@ class Claim:
     runs: Mapping[str, str]
     scale: str
     found: Callable[[], str] | None = None
+
+
+def overhead() -> str:
+    """The time above stock's of a forward pass and of a training step by shape, from `bench.py`; and the parameters."""
+    rows = json.loads((FIGURES / "bench-bert.json").read_text("utf-8"))["rows"]
+    parts = []
+    for name, parameters in (("belief", 0), ("belief_star", 12 * 768 * 768)):
+        forward, training = (
+            " / ".join(f"{100 * (row[kind] - 1):.1f}" for row in rows if row["variant"] == name)
+            for kind in ("forward", "train")
+        )
+        added = f"{100 * parameters / BERT:.1f} % parameters" if parameters else "no parameters"
+        parts.append(f"`{name}` {forward} % (forward), {training} % (training), {added}")
+    return "; ".join(parts)
 
 
 def layers(count: int) -> str:
@@ -119,6 +136,15 @@ CLAIMS = (
         "CIFAR-10, ViT, 100 epochs: `outeffhop` converges faster and to more accuracy than its original counterpart",
         {"outeffhop": "vit-scratch-cifar10-outeffhop"},
         "4 layers of width 96, 10,000 images, two epochs",
+    ),
+    Claim(
+        "BeliefFormer, Tables 1 and 2",
+        "more time than softmax: `belief` 1.3 % (evaluation, ViT) and 3.6 % (training, GPT-2), `belief_star` 3.8 % and "
+        "9.1 %; more parameters: none, and 8.1 % and 5.7 %",
+        {},
+        "two layers of BERT-base on a CPU, 8 × 128 / 2 × 512 / 1 × 2,048 tokens; parameters of all twelve layers "
+        "beside 109.5 million (there: whole models on one GPU)",
+        overhead,
     ),
     Claim(
         "BeliefFormer, Table 3",
@@ -227,11 +253,12 @@ def _clear(run: RunResult) -> bool:
 
 MEASURED, AGAINST, NOT_MEASURED, NO_FIGURES = "measured", "measured, against the paper", "not measured", "no figures"
 HERE, OUTLIERS, SCRATCH, MEMORY, DYNAMICS = "", "outliers.md", "scratch.md", "memory.md", "dynamics.md"
-SPEED = "speed.md"
+SPEED, THEOREMS = "speed.md", "memory.md#theorems"
 LARGE = "needs a GPU: the sizes of the paper"
 NO_COMMAND = "no command draws it yet"
 
-# Every table and figure of the papers: what it shows, its status, and where the figures stand or why there are none.
+# Every table and figure of the papers, and theorems of OutEffHop: what it shows, its status, and where its figures are,
+# or why there are none.
 COVERAGE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "SimpleTRON": (
         ("Table 1", "Long Range Arena: ListOps and text in small; matching not", MEASURED, HERE),
@@ -269,19 +296,20 @@ COVERAGE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ),
     ),
     "BeliefFormer": (
-        ("Table 1", "parameters and time, ViT on ImageNet", NOT_MEASURED, LARGE),
-        ("Table 2", "parameters and time, GPT-2", NOT_MEASURED, LARGE),
+        ("Table 1", "parameters and time of ViT: here those of BERT-base", MEASURED, HERE),
+        ("Table 2", "parameters and time of GPT-2: here those of BERT-base", MEASURED, HERE),
         ("Table 3", "ViT-Small on CIFAR-10, in small", MEASURED, HERE),
         ("Table 4", "repositories that were used", NO_FIGURES, ""),
         ("Figures 1 and 2", "the projection, and its code", NO_FIGURES, ""),
-        ("Figure 3", "norms and angles of Δ W_o beside MH W_o", NOT_MEASURED, NO_COMMAND),
+        ("Figure 3", "norms and angles of Δ W_o beside MH W_o, by `recipes/belief_geometry.py`", MEASURED, OUTLIERS),
         ("Figure 4", "ViT on ImageNet", NOT_MEASURED, LARGE),
         ("Figure 5", "GPT-2 on 5 billion tokens, in small", MEASURED, HERE),
     ),
     "OutEffHop": (
         (
             "Table 1",
-            "outliers and 8 bits: STanHop-Net; BERT, OPT and ViT as conversions, not from scratch",
+            "outliers and 8 bits: STanHop-Net; BERT, OPT and ViT as conversions; from scratch by "
+            "`recipes/table_1.py`, not run yet",
             MEASURED,
             HERE,
         ),
@@ -289,10 +317,21 @@ COVERAGE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("Table 3", "the settings of Figure 7", NO_FIGURES, ""),
         ("Table 4", "resources of the trainings", NOT_MEASURED, LARGE),
         ("Figure 1", "an outlier, drawn", NO_FIGURES, ""),
-        ("Figures 2 to 4", "largest norm over the training", NOT_MEASURED, NO_COMMAND),
+        (
+            "Figures 2 to 4",
+            "largest norm over the training: `OutlierCallback` logs it, `recipes/table_1.py` draws it",
+            NOT_MEASURED,
+            "not run yet",
+        ),
         ("Figure 5", "capacity of memories, and bags", AGAINST, MEMORY),
         ("Figure 6", "memories under noise", AGAINST, MEMORY),
         ("Figure 7", "ViT on CIFAR-10, in small", MEASURED, HERE),
+        ("Remarks 2.1 and 2.3", "one slot per kind of outlier: `outeffhop` with `n`, as a test", MEASURED, THEOREMS),
+        ("Lemma 2.1, Theorem 3.1", "the energy falls, the retrieval converges, as tests", MEASURED, THEOREMS),
+        ("Theorem 3.2", "the upper bound of the error: not lower for all queries", AGAINST, THEOREMS),
+        ("Corollary 3.2.1", "where the error is the smaller one, as a test", MEASURED, THEOREMS),
+        ("Theorem 3.3", "separated patterns are stored, as a test; the constants of the bound not", MEASURED, THEOREMS),
+        ("Theorem 3.4", "its Lemmas C.6 and C.7, as tests; the constants of the bound not", MEASURED, THEOREMS),
     ),
     "Self-attention dynamics": (
         ("Figures 1 and 2", "Theorems 1 and 2, as tests and by `dynamics`", MEASURED, DYNAMICS),
@@ -303,13 +342,13 @@ COVERAGE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
 
 
 def coverage_table() -> str:
-    """One row per table or figure of the papers, and below them how many rows have each status."""
+    """One row per table, figure or theorem of the papers, and below them how many rows have each status."""
     rows, count = [], Counter[str]()
     for paper, items in COVERAGE.items():
         for item, shows, status, where in items:
             count[status] += 1
-            place = f"[{where.removesuffix('.md')}]({where})" if where.endswith(".md") else where
+            place = f"[{where.partition('.md')[0]}]({where})" if ".md" in where else where
             rows.append((paper, item, shows, status, place or ("above" if status != NO_FIGURES else "")))
     words = ", ".join(f"{count[status]} {status}" for status in (MEASURED, AGAINST, NOT_MEASURED, NO_FIGURES))
-    table = markdown(("paper", "table or figure", "shows", "status", "where"), rows)
+    table = markdown(("paper", "table, figure or theorem", "shows", "status", "where"), rows)
     return f"{table}\n\n{len(rows)} rows: {words}."

@@ -3,7 +3,20 @@
 from ..measuring.lost import Lost, lost
 from ..measuring.recall import Recall, recall
 from ..measuring.retrieval import KeyValues, Needle, key_values, needle
+from .callback import OutlierCallback
 from .record import record
 from .recording import Recording
 
-__all__ = ["KeyValues", "Lost", "Needle", "Recall", "Recording", "key_values", "lost", "needle", "recall", "record"]
+__all__ = [
+    "KeyValues",
+    "Lost",
+    "Needle",
+    "OutlierCallback",
+    "Recall",
+    "Recording",
+    "key_values",
+    "lost",
+    "needle",
+    "recall",
+    "record",
+]

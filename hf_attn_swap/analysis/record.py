@@ -55,25 +55,37 @@ def record(model: nn.Module, *, sink_ids: Collection[int] = (), modules: str | N
     """
     recording = Recording()
     with instrumented(model) as root, contextlib.ExitStack() as hooks:
-        _Recorder(root, recording, tuple(sink_ids)).hook(hooks, modules)
+        Recorder(root, recording, sink_ids).hook(hooks, modules)
         yield recording
 
 
-class _Recorder:
-    """The hooks of one recording. The state of a pass is kept here, and not on the model's modules."""
+class Recorder:
+    """The hooks of one recording. The state of a pass is kept here, and not on the model's modules.
 
-    def __init__(self, root: Any, recording: Recording, sink_ids: tuple[int, ...]) -> None:
-        self.root, self.recording, self.sink_ids = root, recording, sink_ids
+    Args:
+        root: the transformers model.
+        recording: what grows.
+        sink_ids: as in `record`.
+        finite: refuse activations that are not finite.
+    """
+
+    def __init__(self, root: Any, recording: Recording, sink_ids: Collection[int] = (), *, finite: bool = True) -> None:
+        self.root, self.recording, self.sink_ids, self.finite = root, recording, tuple(sink_ids), finite
         self.mask: Tensor | None = None
         self.ids: Tensor | None = None
         self.calls: dict[str, int] = {}
         self.inputs: dict[str, Tensor] = {}
 
+    def hook_activations(self, hooks: contextlib.ExitStack, modules: str | None) -> None:
+        """Place the hooks that record kurtosis and maximum."""
+        hooks.callback(self.root.register_forward_pre_hook(self._start, with_kwargs=True).remove)
+        for path in self._outliers([layer.site for layer in layers_at(sites(self.root))], modules):
+            hooks.callback(self.root.get_submodule(path).register_forward_hook(self._activation(path)).remove)
+
     def hook(self, hooks: contextlib.ExitStack, modules: str | None) -> None:
         """Place every hook."""
-        hooks.callback(self.root.register_forward_pre_hook(self._start, with_kwargs=True).remove)
-        layers = layers_at(sites(self.root))
-        for layer in layers:
+        self.hook_activations(hooks, modules)
+        for layer in layers_at(sites(self.root)):
             site = layer.site
             name = "" if site.family.shared else str(layer.number)
             for swap in layer.copies:  # PEFT runs one of them
@@ -81,9 +93,6 @@ class _Recorder:
             block = layer_of(self.root, site.path)
             hooks.callback(block.register_forward_hook(self._states(name)).remove)
             self._hook_update(site, name, hooks)
-        paths = self._outliers([layer.site for layer in layers], modules)
-        for path in paths:
-            hooks.callback(self.root.get_submodule(path).register_forward_hook(self._activation(path)).remove)
 
     def _outliers(self, usable: list[Site], modules: str | None) -> list[str]:
         pattern = modules if modules is not None else OUTLIERS.get(usable[0].family.name)
@@ -121,7 +130,8 @@ class _Recorder:
             value = output[0] if isinstance(output, tuple) else output
             if not isinstance(value, Tensor) or value.dim() != 3:
                 return
-            _finite(value, path)
+            if self.finite:
+                _finite(value, path)
             rows = self._real(value)
             kept = rows.any(1)
             activation = self.recording.activations.setdefault(path, Activation())

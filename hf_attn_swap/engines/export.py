@@ -174,7 +174,7 @@ def _form(layer: Layer) -> StockForm:
 
 @torch.no_grad()
 def _folded(root: PreTrainedModel, forms: Mapping[str, StockForm]) -> PreTrainedModel:
-    """A copy of the model in which calibrations and the values of sinks are in the weights.
+    """A copy of the model in which calibrations, the values of sinks and the factors of scores are in the weights.
 
     Where a projection has no bias to take what is folded, it gets one, of zeros.
     """
@@ -186,6 +186,9 @@ def _folded(root: PreTrainedModel, forms: Mapping[str, StockForm]) -> PreTrained
     if calibrated:
         merge_calibration(model)
     for layer in layers:
+        if layer.swap.sharpness != 1:
+            for parameter in _projection(layer.site.core, layer.site.family.query).parameters():
+                parameter.mul_(layer.swap.sharpness)
         if (value := forms[layer.path].value) is not None:
             site, sizes = layer.site, layer.swap.geometry
             output = _with_bias(site.container, site.family.output)
@@ -203,8 +206,8 @@ def _folded(root: PreTrainedModel, forms: Mapping[str, StockForm]) -> PreTrained
     return model
 
 
-def _with_bias(module: nn.Module, path: str | None) -> nn.Linear:
-    """A projection, with a bias.
+def _projection(module: nn.Module, path: str | None) -> nn.Linear:
+    """A projection.
 
     Raises:
         ValueError: it is no plain matrix.
@@ -212,8 +215,18 @@ def _with_bias(module: nn.Module, path: str | None) -> nn.Linear:
     projection = None if path is None else module.get_submodule(path)
     if not isinstance(projection, nn.Linear):
         raise ValueError(
-            f"{type(module).__name__} keeps no plain matrix that could take a calibration or a sink's value."
+            f"{type(module).__name__} keeps no plain matrix that could take a calibration, a sink's value or beta."
         )
+    return projection
+
+
+def _with_bias(module: nn.Module, path: str | None) -> nn.Linear:
+    """A projection, with a bias.
+
+    Raises:
+        ValueError: it is no plain matrix.
+    """
+    projection = _projection(module, path)
     if getattr(projection, "bias", None) is None:  # torch's types know no Linear without a bias
         projection.bias = nn.Parameter(projection.weight.new_zeros(projection.out_features))
     return projection
@@ -303,7 +316,8 @@ def _built(model: PreTrainedModel, made: PreTrainedModel, weights: Mapping[str, 
 def _bound(root: PreTrainedModel, forms: Sequence[StockForm]) -> float:
     """The largest difference that is rounding: in half precision, weights into which something is folded round anew."""
     fits = (fit for layer in need_installation(root).layers() for fit in layer.swap.fitted.values())
-    folded = any(form.value is not None for form in forms) or any(fit.place == HEADS for fit in fits)
+    sharp = any(layer.swapped and layer.swap.sharpness != 1 for layer in need_installation(root).layers())
+    folded = sharp or any(form.value is not None for form in forms) or any(fit.place == HEADS for fit in fits)
     return max(EXACT, torch.finfo(root.dtype).eps) if folded else EXACT
 
 

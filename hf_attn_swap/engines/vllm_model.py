@@ -140,7 +140,7 @@ class SwappedForCausalLM(TransformersForCausalLM):  # type: ignore[misc]  # vLLM
             layer = Attention(
                 num_heads=old.num_heads,
                 head_size=old.head_size,
-                scale=old.impl.scale,
+                scale=old.impl.scale * swap.sharpness,
                 num_kv_heads=old.num_kv_heads,
                 cache_config=self.cache_config,
                 quant_config=self.quant_config,

@@ -24,6 +24,7 @@ __all__ = [
     "clipped_softmax",
     "entmax",
     "entmax15",
+    "hopfield_energy",
     "hopfield_retrieve",
     "hopfield_scores",
     "no_op_patterns",
@@ -272,6 +273,29 @@ def hopfield_retrieve(
             scores = scores.masked_fill(~key_mask, 0.0 if normalizer == "polynomial" else -math.inf)
         state = torch.einsum("...n,...nd->...d", weigh(scores), patterns)
     return state
+
+
+def hopfield_energy(state: Tensor, patterns: Tensor, beta: float, *, n: float = 1.0) -> Tensor:
+    """The energy of a state: E(xi) = <xi, xi> / 2 - log(n + sum_j exp(beta <y_j, xi>)) / beta.
+
+    Each update of `hopfield_retrieve` with the same beta and n lowers it, or leaves it as it is: the second term is
+    concave, and the update is a step of the concave-convex procedure.
+
+    Args:
+        state: (..., D), the states xi.
+        patterns: (..., N, D), the stored patterns y.
+        beta: the inverse temperature, above 0.
+        n: as in `softmax_n`. n = 0 is the energy of the dense model (eq. 2.3), without the constants that make it
+            positive.
+
+    Returns:
+        The energies, (...).
+
+    Source: OutEffHop (Hu et al., 2024), eq. 2.9 and 2.10, remark 2.3 (n) and Lemma 2.1.
+    """
+    scores = beta * torch.einsum("...nd,...d->...n", patterns, state)
+    zero = scores.new_full((*scores.shape[:-1], 1), math.log(n) if n > 0 else -math.inf)
+    return state.square().sum(-1) / 2 - torch.cat([scores, zero], -1).logsumexp(-1) / beta
 
 
 def _normalizer(name: str, n: float) -> Callable[[Tensor], Tensor]:

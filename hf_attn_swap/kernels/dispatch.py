@@ -20,7 +20,7 @@ from .weighing import Rule
 
 LONG = 4096  # from this number of tokens on, H is not held as a tensor; for 12 heads, H would take 800 MB per layer
 MIDDLE = 512  # the same number for a user who wants to save memory; for 12 heads, H would take 12 MB per layer
-JOINED = (Rule(), Rule(normalizer="softmax_n"))  # the rules that a log-sum-exp can be joined to
+JOINED = ("softmax", "softmax_n")  # the normalizers that a log-sum-exp can be joined to
 
 
 class Form(Enum):
@@ -104,7 +104,7 @@ def softmax_n_form(setting: Setting) -> Form:
 
 def joined_form(setting: Setting, rule: Rule) -> bool:
     """True if pairs beside the keys can join the output of a stock kernel by its log-sum-exp."""
-    if rule not in JOINED or setting.dropout:
+    if rule.normalizer not in JOINED or rule.clips or setting.dropout:
         return False  # only the kernel knows what it dropped
     return softmax_n_form(setting) is Form.RESCALED
 

@@ -138,17 +138,18 @@ class _Mixed(Normalizer):
         return torch.lerp(soft, sparse, self.strength.to(soft.dtype))
 
 
-def normalizer(name: str, strength: Tensor | None) -> Normalizer:
+def normalizer(name: str, strength: Tensor | None, n: float = 1.0) -> Normalizer:
     """The normalizer of this name.
 
     Args:
         name: "softmax", "softmax_n", "sparsemax" or "entmax15".
-        strength: a (1,) tensor between 0 and 1, or None for full strength. It is the n of softmax_n.
+        strength: a (1,) tensor between 0 and 1, or None for full strength.
+        n: the n of softmax_n at full strength.
     """
     if name == "softmax":
         return _Exponential()
     if name == "softmax_n":
-        return _Exponential(1.0 if strength is None else strength)
+        return _Exponential(n * (1.0 if strength is None else strength))
     sparse: Normalizer = {"sparsemax": _Sparsemax, "entmax15": _Entmax15}[name]()
     return sparse if strength is None else _Mixed(sparse, strength)
 

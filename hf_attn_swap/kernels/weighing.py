@@ -20,13 +20,20 @@ class Rule:
     """How scores become weights at full strength.
 
     Attributes:
-        normalizer: "softmax", "softmax_n" (with n = 1), "sparsemax" or "entmax15".
+        normalizer: "softmax", "softmax_n", "sparsemax" or "entmax15".
+        n: the n of softmax_n.
         gamma, zeta: the ends of the stretched weights; 0 and 1 change nothing.
     """
 
     normalizer: str = "softmax"
+    n: float = 1.0
     gamma: float = 0.0
     zeta: float = 1.0
+
+    @property
+    def clips(self) -> bool:
+        """True if weights are stretched and clipped."""
+        return self.gamma < 0 or self.zeta > 1
 
 
 @dataclass(frozen=True)
@@ -48,20 +55,15 @@ class Weighing:
     @property
     def normalizer(self) -> Normalizer:
         """The first step, from scores to weights that are not clipped."""
-        return normalizer(self.rule.normalizer, self.strength)
-
-    @property
-    def clips(self) -> bool:
-        """True if weights are stretched and clipped."""
-        return self.rule.gamma < 0 or self.rule.zeta > 1
+        return normalizer(self.rule.normalizer, self.strength, self.rule.n)
 
     def clipped(self, weights: Tensor) -> Tensor:
         """The clipped weights. The given weights stay."""
-        return self._stretched(weights).clamp_(0.0, 1.0) if self.clips else weights
+        return self._stretched(weights).clamp_(0.0, 1.0) if self.rule.clips else weights
 
     def clipped_back(self, weights: Tensor, grad: Tensor) -> Tensor:
         """From the gradient of the clipped weights to that of the weights, in place."""
-        if not self.clips:
+        if not self.rule.clips:
             return grad
         stretched = self._stretched(weights)
         grad = grad.mul_(self._factor(weights)[0])

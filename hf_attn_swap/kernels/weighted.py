@@ -44,7 +44,7 @@ def attend(rule: Rule, inputs: Inputs, call: Call) -> Tensor:
     strength = call.exact_strength if isinstance(call.exact_strength, Tensor) else None
     seed = torch.randint(2**62, (1,)) if inputs.dropout > 0 else None
     qkv = [as_products(tensor) for tensor in inputs.three]
-    numbers = (inputs.scaling, rule.normalizer, rule.gamma, rule.zeta, inputs.dropout)
+    numbers = (inputs.scaling, rule.normalizer, rule.n, rule.gamma, rule.zeta, inputs.dropout)
     heads, _ = weighted(*qkv, mask, strength, seed, masks.causal, *numbers)
     return torch.as_tensor(heads)
 
@@ -59,6 +59,7 @@ def compute(
     causal: bool,
     scaling: float,
     rule: str,
+    n: float,
     gamma: float,
     zeta: float,
     dropout: float,
@@ -76,6 +77,7 @@ def compute(
         causal: the last query sees all keys, the query before it one key less, and so on.
         scaling: the factor of q k^T.
         rule: the name of the normalizer, as in `Rule`.
+        n: the n of softmax_n.
         gamma: the lower end of the stretched weights.
         zeta: the upper end of the stretched weights.
         dropout: the probability that a weight is dropped.
@@ -84,7 +86,7 @@ def compute(
         The heads (B,Q,H,D) in the dtype of v, with zeros for a query that sees no key; and what the backward pass needs
         of each row (B,H,Q,R).
     """
-    weighing = _weighing(strength, seed, rule, gamma, zeta, dropout)
+    weighing = _weighing(strength, seed, rule, n, gamma, zeta, dropout)
     heads, rows = _empty(q, v, rule, strength)
     with without_autocast(q.device):
         for block, keys, values in _blocks(q, k, v, causal):
@@ -116,12 +118,13 @@ def compute_backward(
     causal: bool,
     scaling: float,
     rule: str,
+    n: float,
     gamma: float,
     zeta: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v from that of the heads and the rows of the forward pass; the rest as in `compute`."""
-    weighing = _weighing(strength, seed, rule, gamma, zeta, dropout)
+    weighing = _weighing(strength, seed, rule, n, gamma, zeta, dropout)
     grad_q, grad_k, grad_v = (torch.empty_like(tensor) for tensor in (q, k, v))
     with without_autocast(q.device):
         for block, keys, values in _blocks(q, k, v, causal):
@@ -161,18 +164,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     refuse_double_backward()
-    return *_backward(grad, *ctx.saved_tensors, *ctx.others), *(None,) * 9
+    return *_backward(grad, *ctx.saved_tensors, *ctx.others), *(None,) * 10
 
 
 weighted.register_autograd(_gradients, setup_context=_save)
 
 
 def _weighing(
-    strength: Tensor | None, seed: Tensor | None, rule: str, gamma: float, zeta: float, dropout: float
+    strength: Tensor | None, seed: Tensor | None, rule: str, n: float, gamma: float, zeta: float, dropout: float
 ) -> Weighing:
     """The operator's arguments as one object."""
     number = 0 if seed is None else int(seed)
-    return Weighing(Rule(normalizer=rule, gamma=gamma, zeta=zeta), strength, dropout, number)
+    return Weighing(Rule(normalizer=rule, n=n, gamma=gamma, zeta=zeta), strength, dropout, number)
 
 
 def _empty(q: Tensor, v: Tensor, rule: str, strength: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -189,7 +189,8 @@ def _with_pairs(
         added, causal = inputs.masks.additive(inputs.query.dtype)
         values = None if pairs.value is None else pairs.value.to(inputs.value.dtype)
         further = softmax_n.Further(pairs.scores(inputs), values)
-        n = 0.0 if places.normalizer is None else call.exact_strength
+        assert places.rule is not None, "`joined_form` takes a rule"
+        n = 0.0 if places.normalizer is None else places.rule.n * call.exact_strength
         heads = softmax_n.softmax_n_attention(*inputs.three, added, causal, inputs.scaling, n, further=further)
         if heads is not None:
             return heads.transpose(1, 2), None

@@ -8,8 +8,9 @@ Axes: B batch, L token, H head, Q query, K key, D head width, E model width.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -209,6 +210,7 @@ class Swap(nn.Module):
         self.keeps_projection = all(variant.keeps_projection for variant in variants)
         self.wants_residual = any(variant.wants_residual for variant in variants)
         self.projects = any(variant.projects for variant in variants)
+        self._sharpness = math.prod(variant.sharpness for variant in variants)
 
     def _load_from_state_dict(
         self,
@@ -234,6 +236,11 @@ class Swap(nn.Module):
     def strength(self) -> float:
         """The strength, a number from 0 to 1."""
         return self._strength
+
+    @property
+    def sharpness(self) -> float:
+        """The factor of the products q k^T at this strength. A model whose queries are scaled by it needs none."""
+        return 1 + self._strength * (self._sharpness - 1)
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -364,6 +371,10 @@ class Swap(nn.Module):
         self.prepare(call, inputs.value)
         if self.replaces:
             return self._replaced(inputs, call, sdpa, want_weights)
+        if self._sharpness != 1:
+            factor = 1 + call.exact_strength * (self._sharpness - 1)
+            factor = factor.to(inputs.query.dtype) if isinstance(factor, Tensor) else factor
+            inputs = replace(inputs, query=inputs.query * factor)
         heads, weights = attend(self.places(), inputs, call, sdpa, want_weights)
         if self._reader is not None or self._correcting or call.probe is not None:
             heads = self.read(heads, call)

@@ -36,7 +36,7 @@ NORMALIZERS = {
 class _Memory(nn.Module, PyTorchModelHubMixin, library_name="hf-attn-swap", tags=["hopfield", "memory"]):
     """The base of the four memory layers: checks the settings, and retrieves per head."""
 
-    def __init__(self, normalizer: str, steps: int, beta: float) -> None:
+    def __init__(self, normalizer: str, steps: int, beta: float, n: float = 1.0) -> None:
         super().__init__()
         if normalizer not in NORMALIZERS:
             raise ValueError(f"unknown normalizer {normalizer!r}; choose one of {', '.join(NORMALIZERS)}.")
@@ -44,12 +44,14 @@ class _Memory(nn.Module, PyTorchModelHubMixin, library_name="hf-attn-swap", tags
             raise ValueError(f"steps must be at least 1 (steps = n applies the update n times), got {steps}.")
         if not (math.isfinite(beta) and beta > 0):
             raise ValueError(f"beta must be a positive number, got {beta}.")
-        self.normalizer, self.steps, self.beta = normalizer, steps, beta
+        if not (math.isfinite(n) and n >= 0) or (n != 1 and normalizer != "outeffhop"):
+            raise ValueError(f"n must be a number of at least 0, and 1 for all but outeffhop; got {n}, {normalizer}.")
+        self.normalizer, self.steps, self.beta, self.n = normalizer, steps, beta, n
 
     def _retrieve(self, state_BHQD: Tensor, stored_BHND: Tensor, keep_BHQN: Tensor | None) -> Tensor:
         stored_BH1ND, name = stored_BHND.unsqueeze(2), NORMALIZERS[self.normalizer]
         return hopfield_retrieve(
-            state_BHQD, stored_BH1ND, self.beta, steps=self.steps, normalizer=name, key_mask=keep_BHQN
+            state_BHQD, stored_BH1ND, self.beta, n=self.n, steps=self.steps, normalizer=name, key_mask=keep_BHQN
         )
 
 
@@ -94,19 +96,29 @@ class HopfieldRetrieval(_Memory):
         normalizer: one of `NORMALIZERS`.
         steps: updates per call; one call with steps = n equals n calls with steps = 1.
         beta: inverse temperature, inside the normalizer; "polynomial" does not depend on beta.
+        n: the number of vectors that outliers are mapped to, one per kind of outlier; each adds 1 to the denominator
+            of "outeffhop".
         no_op_threshold: a pattern is left out if its cosine with every other pattern is below this number; see
             `no_op_patterns`.
 
     Raises:
-        ValueError: an unknown normalizer, steps < 1, beta <= 0 or a threshold that is no cosine.
+        ValueError: an unknown normalizer, steps < 1, beta <= 0, n < 0, n for another normalizer, or a threshold that
+            is no cosine.
 
-    Source: OutEffHop, section 2.2 (eq. 2.5, 2.6), Lemma 2.1 (eq. 2.11) and mode 1 of section 2.4.
+    Source: OutEffHop, section 2.2 (eq. 2.5, 2.6), remarks 2.1 and 2.3 (n), Lemma 2.1 (eq. 2.11) and mode 1 of section
+    2.4. `functional.hopfield_energy` is the energy that each step lowers.
     """
 
     def __init__(
-        self, *, normalizer: str = "outeffhop", steps: int = 1, beta: float = 1.0, no_op_threshold: float | None = None
+        self,
+        *,
+        normalizer: str = "outeffhop",
+        steps: int = 1,
+        beta: float = 1.0,
+        n: float = 1.0,
+        no_op_threshold: float | None = None,
     ) -> None:
-        super().__init__(normalizer, steps, beta)
+        super().__init__(normalizer, steps, beta, n)
         if no_op_threshold is not None and not -1 <= no_op_threshold <= 1:
             raise ValueError(f"no_op_threshold is a cosine, between -1 and 1; got {no_op_threshold}.")
         self.no_op_threshold = no_op_threshold

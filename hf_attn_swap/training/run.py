@@ -9,8 +9,8 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers import (
     PrinterCallback,
     SchedulerType,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -40,7 +41,8 @@ from ..text.bar import silent
 from ..text.typed import parse_layers
 from ..writing import claimed, saved_whole, told_where
 from .arguments import CONTROL, DTYPES, ConversionArguments, ModelArguments
-from .metrics import scores
+from .metrics import OUTLIERS, scores
+from .penalty import PenalizedTrainer
 from .stages import FineTune, run_stage
 
 OUTCOME_FILE = "outcome.json"
@@ -64,6 +66,8 @@ class Task:
         before: measure the swapped model before anything is fitted or trained, too.
         scratch: what the model of random weights is, in words for the card; empty for a pretrained one.
         figures: further figures of the trained model, by name.
+        penalty: the arguments of `PenalizedTrainer`; empty for a training without a penalty.
+        callbacks: functions that make a callback of the `Trainer` that fine-tunes, such as `OutlierCallback`.
     """
 
     load: Callable[[], PreTrainedModel]
@@ -78,6 +82,8 @@ class Task:
     before: bool = False
     scratch: str = ""
     figures: Callable[[Trainer, Dataset], dict[str, float]] | None = None
+    penalty: Mapping[str, float] = field(default_factory=dict)
+    callbacks: Sequence[Callable[[Trainer], TrainerCallback]] = ()
 
 
 def run(
@@ -119,12 +125,18 @@ def _run(
     tuned = Path(training.output_dir or "runs") / CONTROL / f"seed-{seed}" / TRAINED
     before, first, converted, sentences = _converted(task, model, conversion, args, settings, tuned)
     _freeze(converted, conversion.freeze)
-    trainer = Trainer(converted, args, task.collate, train_dataset=task.train)
+    made: Any = PenalizedTrainer if task.penalty else Trainer
+    trainer: Trainer = made(converted, args, task.collate, train_dataset=task.train, **task.penalty)
     trainer.model_accepts_loss_kwargs &= not task.mean_loss
     if silent():
         trainer.remove_callback(PrinterCallback)
+    for make in task.callbacks:
+        trainer.add_callback(make(trainer))
     if isinstance(conversion.plan[-1], FineTune) and (args.num_train_epochs or args.max_steps > 0):
         sentences.append(_budget(task, args))
+        if task.penalty:
+            weight, scale = task.penalty.values()
+            sentences.append(f"The loss has a penalty on activations above {scale:g}, of weight {weight:g}.")
         trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
     # "group_by_length" would also shuffle the held-out rows, differently for each seed.
     trainer.args.train_sampling_strategy = "random"
@@ -145,6 +157,11 @@ def _run(
         wall_seconds=time.perf_counter() - start,
         hardware=hardware(args),
         versions=versions(),
+        outliers=tuple(
+            tuple(entry[name] for name in ("step", *OUTLIERS))
+            for entry in trainer.state.log_history
+            if OUTLIERS[0] in entry
+        ),
     )
     _keep(trainer, task, folder, outcome)
     return outcome
@@ -285,6 +302,7 @@ class Outcome:
         rows: number of rows by split.
         wall_seconds: seconds of the whole run.
         hardware, versions: the machine, and the versions of packages.
+        outliers: step, kurtosis and largest activation, where an `OutlierCallback` logged them.
     """
 
     settings: dict[str, str]
@@ -300,6 +318,7 @@ class Outcome:
     wall_seconds: float
     hardware: str
     versions: dict[str, str]
+    outliers: tuple[tuple[float, ...], ...] = ()
 
     def save(self, folder: Path) -> None:
         """Write the outcome into a folder. An interrupted write leaves no file of this name."""

@@ -168,6 +168,11 @@ class Variant(nn.Module):
         """
         return 0.0, 1.0
 
+    @property
+    def sharpness(self) -> float:
+        """The factor of the products q k^T at full strength, for the place "normalizer"; 1 leaves them as they are."""
+        return 1.0
+
     def form(self, setting: Setting) -> Form:
         """The form that computes the heads in this setting. The readable pipeline runs for `Form.REFERENCE`.
 

@@ -1,22 +1,37 @@
 """Computes belief attention: each token keeps only the part of the heads that is orthogonal to its own value.
 
-delta_i = y_i - s (<y_i, v_i> / <v_i, v_i>) v_i; s = 0 is ordinary attention.
+delta_i = y_i - s (<y_i, v_i> / <v_i, v_i>) v_i; s = 0 is ordinary attention. Two ablations: the same for each head
+alone, and the difference y_i - s v_i, which the paper argues against.
 belief_star: out = delta W_o + b_o + s delta^s W_s, where delta^s is the same for each head alone.
-BeliefFormer, eq. 10, 13 and 15. docs/mathematics.md, section Belief attention.
+BeliefFormer, section 3.2 and eq. 10, 13 and 15. docs/mathematics.md, section Belief attention.
 Axes: B batch, L token, H head, D head width, E model width.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ..core.call import Call, Geometry
+from ..core.options import Options
 from ..functional import belief_projection
 from .about import About
 from .base import Variant, mix, register, unset_linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeliefOptions(Options):
+    """The options of belief attention.
+
+    Attributes:
+        kind: what is subtracted from the heads of a token. "joined" is the projection of all heads, as one vector, on
+            the token's own value, "per_head" that of each head alone, and "difference" the own value itself.
+    """
+
+    kind: Literal["joined", "per_head", "difference"] = "joined"
 
 
 @register("belief", aliases=("beliefformer",))
@@ -32,10 +47,15 @@ class Belief(Variant):
     )
     places: ClassVar[tuple[str, ...]] = ("read",)
     projects: ClassVar[bool] = True
+    Options: ClassVar[type[Any]] = BeliefOptions
 
     def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
-        own_BLHD = call.own_values(self.geometry.heads)
-        projected = belief_projection(heads_BLHD, own_BLHD, squares=call.value_squares)
+        own_BLHD, kind = call.own_values(self.geometry.heads), self.options.kind
+        if kind == "difference":
+            projected = heads_BLHD - own_BLHD
+        else:
+            squares = call.value_squares
+            projected = belief_projection(heads_BLHD, own_BLHD, per_head=kind == "per_head", squares=squares)
         return mix(heads_BLHD, projected, call.strength_in(heads_BLHD.dtype))
 
 
@@ -52,6 +72,7 @@ class BeliefStar(Belief):
         then="both projections",
     )
     places = ("read", "write")
+    Options = Variant.Options
     projections: ClassVar[tuple[str, ...]] = ("w_s",)
 
     def __init__(self, options: Any, geometry: Geometry) -> None:

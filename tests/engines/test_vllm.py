@@ -35,6 +35,7 @@ SERVED: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "gated, all features": ("qwen2", [dict(variant="gated", kind="all_features")]),
     "gated, per head, two of four layers": ("llama", [dict(variant="gated", kind="per_head", layers=[1, 3])]),
     "outeffhop": ("llama", [dict(variant="outeffhop")]),
+    "outeffhop, slots": ("llama", [dict(variant="outeffhop", n=4, beta=1.5)]),
     "outeffhop, strength 0.5": ("qwen2", [dict(variant="outeffhop", strength=0.5)]),
     "sink of a score": ("qwen2", [dict(variant="sink", **SCORE)]),
     "window in two layers": ("llama", [dict(variant="window", **NEAR, layers=[0, 2])]),

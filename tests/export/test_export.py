@@ -79,6 +79,7 @@ def exact(converted: Any) -> Any:
     ("variant", "options"),
     [
         ("outeffhop", {}),
+        ("outeffhop", dict(n=4, beta=1.5)),
         ("sink", dict(kind="score")),
         ("sink", dict(kind="score_value")),
         ("window", dict(window=8, sinks=0)),
@@ -120,7 +121,7 @@ def test_a_sink_of_keys_leaves_only_if_its_score_is_constant() -> None:
 
 @pytest.mark.parametrize("strength", [0.0, 0.3])
 def test_strengths_below_one(strength: float) -> None:
-    exact(set_strength(patch_model(model(), "outeffhop"), strength))
+    exact(set_strength(patch_model(model(), "outeffhop", n=4, beta=1.5), strength))
     exact(set_strength(drawn(patch_model(model(), "sink", kind="score_value")), strength))
 
 

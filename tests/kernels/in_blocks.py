@@ -31,7 +31,7 @@ def mask_of(kind: str, batch: int, heads: int, queries: int, keys: int, seed: in
 def in_blocks(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, how: Any, dropout: float = 0.0, seed: int = 0
 ) -> Tensor:
-    rule, gamma, zeta, strength = how
+    rule, gamma, zeta, strength, *n = how
     share = None if strength is None else torch.tensor([strength], dtype=torch.float64)
     number = torch.tensor([seed]) if dropout else None
-    return weighted.weighted(q, k, v, mask, share, number, causal, 1.3, rule, gamma, zeta, dropout)[0]
+    return weighted.weighted(q, k, v, mask, share, number, causal, 1.3, rule, *(n or [1.0]), gamma, zeta, dropout)[0]

@@ -130,7 +130,7 @@ def test_dropout(rule: str, ends: tuple[float, float], block: int, monkeypatch: 
 @pytest.mark.parametrize(("rule", "clips"), [({}, False), ({"gamma": -0.1}, True), ({"zeta": 1.1}, True)])
 def test_weights_that_no_clip_changes_are_not_copied(rule: dict[str, float], clips: bool) -> None:
     how, weights, grad = Weighing(Rule(**rule)), torch.rand(1, 1, 2, 3), torch.rand(1, 1, 2, 3)
-    assert how.clips is clips
+    assert how.rule.clips is clips
     assert (how.clipped(weights) is weights) is not clips
     assert clips or how.clipped_back(weights, grad) is grad
     assert how.kept(weights, 0) is None
@@ -196,7 +196,7 @@ def test_no_tensor_of_queries_and_keys(rule: str, causal: bool, dropout: float, 
     for length in (128, 256):
         q, k, v = (tensor.detach() for tensor in drawn(0, *[(1, 2, length, 4)] * 3, dtype=torch.float32))
         padding = torch.ones(1, 1, 1, length, dtype=torch.bool)
-        words = (padding, share, torch.tensor([0]), causal, 0.5, rule, -0.01, 1.0, dropout)
+        words = (padding, share, torch.tensor([0]), causal, 0.5, rule, 1.0, -0.01, 1.0, dropout)
         with pytest.MonkeyPatch.context() as patched:
             patched.setitem(blocks.SCORES, "cpu", 1)
             patched.setattr(blocks, "ROWS", 8)
@@ -213,7 +213,7 @@ def test_the_operators_are_sound() -> None:
     q, k, v = drawn(0, (2, 4, 6, 3), *[(2, 2, 6, 3)] * 2)
     mask = torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(0)) < 0.7
     for strength in (None, torch.tensor([0.5])):
-        words = (q, k, v, mask, strength, torch.tensor([1]), True, 0.5, "sparsemax", -0.1, 1.0, 0.2)
+        words = (q, k, v, mask, strength, torch.tensor([1]), True, 0.5, "sparsemax", 1.0, -0.1, 1.0, 0.2)
         library.opcheck(weighted.weighted, words)
 
 

@@ -36,6 +36,7 @@ from .. import (
     made_of,
     scratch_config,
 )
+from ..penalty import PenaltyArguments
 from .skip_free import without_skips
 from .text_classification import predict
 
@@ -43,13 +44,14 @@ AUTO = AutoModelForImageClassification
 
 
 @dataclass(kw_only=True)
-class RecipeArguments(ScratchArguments):
+class RecipeArguments(PenaltyArguments, ScratchArguments):
     """Arguments of this recipe alone."""
 
     image_size: int | None = field(default=None, metadata={"help": "Side in pixels; the processor's if left out."})
     skip_free: bool = field(default=False, metadata={"help": "No residual connections; needs --from_scratch."})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.from_scratch and (self.skip_free or self.config_overrides != "{}"):
             raise ValueError(
                 "--skip_free and --config_overrides need --from_scratch: pretrained weights fit one model."
@@ -58,7 +60,7 @@ class RecipeArguments(ScratchArguments):
     def changed(self) -> dict[str, Any]:
         """The arguments on which the metrics depend, if they differ from the default."""
         names = ["from_scratch", "config_overrides", "skip_free"] if self.from_scratch else []
-        return {"image_size": self.image_size, **{name: getattr(self, name) for name in names}}
+        return {"image_size": self.image_size, **{name: getattr(self, name) for name in names}, **self.penalty}
 
 
 def prepare(rows: dict[str, list[Any]], column: str, processor: Any, flip: bool) -> dict[str, Any]:
@@ -111,6 +113,7 @@ def build_task(model: ModelArguments, data: ImageDataArguments, own: RecipeArgum
         settings=data.settings | own.changed(),
         processor=processor,
         scratch=made_of(model.model_name_or_path, own.config_overrides, *more) if own.from_scratch else "",
+        penalty=own.penalty,
     )
 
 

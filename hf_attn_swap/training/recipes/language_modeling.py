@@ -130,6 +130,11 @@ def tokenizer_of(name: str) -> Any:
     return ByT5Tokenizer() if name == "bytes" else AutoTokenizer.from_pretrained(name)
 
 
+def masked(rows: list[dict[str, Any]], hide: Callable[[Any], Any]) -> Any:
+    """A batch of rows, with tokens hidden unless the rows have labels: those that measure hide their tokens already."""
+    return default_data_collator(rows) if "labels" in rows[0] else hide(rows)
+
+
 def vocabulary(tokenizer: Any) -> dict[str, Any]:
     """The config values that a tokenizer decides. Without a tokenizer, --config_overrides must hold them."""
     if tokenizer is None:
@@ -165,7 +170,7 @@ def build_task(model: ModelArguments, data: TextDataArguments, own: RecipeArgume
         hidden = [hide([{"input_ids": row}]) for row in rows["test"]]  # the same tokens are hidden from every model
         sets["test"] = Dataset.from_list([{name: value[0].tolist() for name, value in row.items()} for row in hidden])
         sets["train"] = sets["train"].remove_columns("labels")
-        collate = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
+        collate = functools.partial(masked, hide=DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15))
     return Task(
         load=load,
         train=sets["train"],

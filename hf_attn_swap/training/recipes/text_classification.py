@@ -34,10 +34,11 @@ from .. import (
     scratch_config,
 )
 from ..metrics import scores
+from ..penalty import PenaltyArguments
 
 
 @dataclass(kw_only=True)
-class RecipeArguments(ScratchArguments):
+class RecipeArguments(PenaltyArguments, ScratchArguments):
     """Arguments of this recipe alone."""
 
     second_test_split_name: str | None = field(
@@ -49,7 +50,7 @@ class RecipeArguments(ScratchArguments):
         """The arguments on which the metrics depend, if they differ from the default."""
         defaults = vars(RecipeArguments())
         names = ("second_test_split_name", "regression", "from_scratch", "config_overrides")
-        return {name: getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
+        return {name: getattr(self, name) for name in names if getattr(self, name) != defaults[name]} | self.penalty
 
 
 def encode(dataset: Any, tokenizer: Any, data: TextDataArguments) -> Any:
@@ -138,6 +139,7 @@ def build_task(model: ModelArguments, data: TextDataArguments, own: RecipeArgume
         processor=tokenizer,
         figures=figures,
         scratch=made_of(model.model_name_or_path, own.config_overrides) if own.from_scratch else "",
+        penalty=own.penalty,
     )
 
 
