@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from hf_attn_swap.analysis.metrics import update_geometry
-from hf_attn_swap.conversion.target import output_matrix
+from hf_attn_swap.conversion.calibrate import output_matrix
 from hf_attn_swap.functional import belief_projection
 from hf_attn_swap.measuring.instrumented import instrumented
 from hf_attn_swap.patch import need_installation

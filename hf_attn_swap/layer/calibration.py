@@ -2,7 +2,7 @@
 
 gain: A_h -> g_h A_h. map: A_h -> A_h M_h + b_h. The values g = 1, M = I and b = 0 change nothing.
 `hf_attn_swap.conversion.calibrate` fits the correction at strength 1. At a strength s between 0 and 1, the layer
-computes (1 - s) A + s calibrated(A). `hf_attn_swap.conversion.merge_calibration` folds it into exported weights.
+computes (1 - s) A + s calibrated(A). `merge_calibration` folds it into exported weights.
 No paper has this correction; see docs/mathematics.md, section Calibration.
 Axes: B batch, L token, H head, D head width.
 """
