@@ -81,4 +81,4 @@ class PenalizedTrainer(Trainer):
         real_BL = token_mask(inputs, self.read[0])
         penalties = [(read_BLE[real_BL] / self.scale).pow(4).mean() for read_BLE in self.read]
         penalty = self.weight * torch.stack(penalties).mean()
-        return (result[0] + penalty, *result[1:]) if return_outputs else result + penalty
+        return (result[0] + penalty, *result[1:]) if isinstance(result, tuple) else result + penalty
