@@ -66,8 +66,8 @@ class Distil(Losses):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = (self.trainable,) if isinstance(self.trainable, str) else tuple(self.trainable)
-        object.__setattr__(self, "trainable", names)
+        given: Any = self.trainable
+        object.__setattr__(self, "trainable", (given,) if isinstance(given, str) else tuple(given))
         for name in ("epochs", "tokens", "learning_rate", "rank", "batch"):
             value = getattr(self, name)
             if value is not None and not value > 0:
