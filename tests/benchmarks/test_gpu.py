@@ -26,6 +26,7 @@ def run(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
     return script.main(["--dry", f"--out={folder}", *arguments]), Record(folder).rows
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 def test_every_stage_writes_its_rows(tmp_path: Path) -> None:
     status, rows = run(tmp_path)
     assert status == 0, [row for row in rows if record.is_bad(row)]
