@@ -64,7 +64,7 @@ def cells(setup: Any) -> Iterator[Cell]:
 
 def integers(setup: Any) -> Iterator[Cell]:
     """A prefill and decoding in 8-bit integers beside bf16, and one product alone."""
-    yield Cell("one product", 2, functools.partial(product, setup))
+    yield Cell("PyTorch's product, alone", 2, functools.partial(product, setup))
     for kind in ("prefill", "decode"):
         yield Cell(f"int8, {kind}", 10, functools.partial(model, "int8", kind, setup))
 
