@@ -15,6 +15,7 @@ from markdown.extensions.toc import slugify
 from mkdocs.structure.files import File, Files
 
 from docs.tables import TABLES
+from docs.tables.architectures import architectures_table, counts_table, sentences_table
 from docs.tables.families import families_table
 from docs.tables.matrix import matrix_table
 from docs.tables.papers import claims_table
@@ -115,6 +116,9 @@ def _claims() -> str:
 
 OF_RUNS = ("published", "conversion", "scratch", "glue")  # their last column counts seeds
 OF_THE_SITE = {
+    "architectures": architectures_table,
+    "architectures-counts": counts_table,
+    "architectures-sentences": sentences_table,
     "families": families_table,
     "matrix": lambda: figures(matrix_table()),
     "papers": _claims,
