@@ -79,10 +79,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _for_both_schemes(picture: re.Match[str], page: str) -> str:
-    """The picture, or, if there is one NAME-dark.png beside it, each of the two where its colours fit."""
+    """Two pictures, if there is one NAME-dark.png beside it: each where its colours fit. Else a chart, for site.css."""
     start, path = picture[1], picture[2]
     if not (ROOT / "docs" / posixpath.dirname(page) / f"{path}-dark.png").is_file():
-        return picture[0]
+        return f"{picture[0]}{{ .chart }}"
     return f"{start}{path}.png#only-light){start}{path}-dark.png#only-dark)"
 
 
