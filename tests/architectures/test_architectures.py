@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ import torch
 import transformers
 from transformers import EsmConfig, EsmModel, TrainingArguments
 
-from docs.tables.architectures import RECORD, known, known_version, record, written
+from docs.tables.architectures import known, known_version, record, written
 from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.conversion import DistillationTrainer, Losses
-from hf_attn_swap.describe import NOTHING
 from hf_attn_swap.families import sites
 from tests.contract.harness import perturb, refused, swaps
 from tests.harness.places import turns
@@ -122,39 +120,6 @@ def test_each_sentence_is_written_once() -> None:
         ["3", NOT_BUILT, "transformers builds no model from any of our small configurations.", "t5"],
     ]
     assert json.loads(written(made)) == made
-
-
-def test_the_page_has_no_path_of_a_machine() -> None:
-    sentence = "in <module 'math' from '/usr/lib/math.so'> nor in <module 'os' from '/usr/lib/o..."
-    made = record([Outcome("bert", "belief", REFUSED, sentence)], "5")
-    assert made["sentences"] == [["1", REFUSED, "in &lt;module 'math'> nor in &lt;module 'os'", "bert"]]
-    assert " from '/" not in RECORD.read_text("utf-8")
-
-
-def test_the_page_has_no_error_of_another_library() -> None:
-    """Why an architecture was not built is said in words, and each has its reason."""
-    assert not re.findall(r"\w+Error\b", RECORD.read_text("utf-8"))
-    sentences = [
-        "ImportError: TimmBackbone requires the timm library but it was not found in your environment.",
-        "no inputs found: IndexError: list index out of range",
-        "2429 million parameters after shrinking",
-    ]
-    said = zip(VARIANTS, sentences, strict=False)
-    made = record([Outcome("t5", variant, NOT_BUILT, words) for variant, words in said], "5")
-    assert [sentence[2] for sentence in made["sentences"]] == [
-        "transformers builds it with the library timm, which was not installed.",
-        "it was built, but takes none of our inputs.",
-        "it stays too large for this comparison, however small its configuration.",
-    ]
-
-
-def test_a_model_without_attention_is_not_one_with_its_own() -> None:
-    outcomes = [Outcome(name, "belief", REFUSED, f"A model: {NOTHING}.") for name in ("bloom", "mamba")]
-    bloom, mamba = record(outcomes, "5")["sentences"]
-    assert "BLOOM" in bloom[2]
-    assert bloom[3] == "bloom"
-    assert "it has no attention" in mamba[2]
-    assert mamba[3] == "mamba"
 
 
 @pytest.mark.parametrize(
