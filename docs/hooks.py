@@ -15,6 +15,7 @@ from markdown.extensions.toc import slugify
 from mkdocs.structure.files import File, Files
 
 from docs.tables import TABLES
+from docs.tables.architectures import architectures_table, counts_table, sentences_table
 from docs.tables.families import families_table
 from docs.tables.gpu import gpu_tables
 from docs.tables.matrix import matrix_table
@@ -79,10 +80,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _for_both_schemes(picture: re.Match[str], page: str) -> str:
-    """The picture, or, if there is one NAME-dark.png beside it, each of the two where its colours fit."""
+    """Two pictures, if there is one NAME-dark.png beside it: each where its colours fit. Else a chart, for site.css."""
     start, path = picture[1], picture[2]
     if not (ROOT / "docs" / posixpath.dirname(page) / f"{path}-dark.png").is_file():
-        return picture[0]
+        return f"{picture[0]}{{ .chart }}"
     return f"{start}{path}.png#only-light){start}{path}-dark.png#only-dark)"
 
 
@@ -116,6 +117,9 @@ def _claims() -> str:
 
 OF_RUNS = ("published", "conversion", "scratch", "glue")  # their last column counts seeds
 OF_THE_SITE = {
+    "architectures": architectures_table,
+    "architectures-counts": counts_table,
+    "architectures-sentences": sentences_table,
     "families": families_table,
     "gpu": gpu_tables,
     "matrix": lambda: figures(matrix_table()),

@@ -44,7 +44,7 @@ def tell_if_newer() -> None:
     if is_newer(transformers.__version__, NEWEST_TRANSFORMERS):
         LOGGER.warning(
             "transformers %s is newer than %s, the newest version that this release of hf_attn_swap was tested with; "
-            "`hf-attn-swap doctor` checks it here in half a minute.",
+            "`hf-attn-swap doctor` checks it here in about a minute.",
             transformers.__version__,
             NEWEST_TRANSFORMERS,
         )

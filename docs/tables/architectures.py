@@ -1,7 +1,9 @@
-"""`python -m docs.tables.architectures` holds every architecture of transformers and writes `docs/architectures.md`.
+"""`python -m docs.tables.architectures` holds every architecture of transformers and writes its record.
+
+The record, `architectures.json`, is what the tables of the page `docs/architectures.md` are made from.
 
 The models are tiny and have random weights; a run takes about half an hour on one core. `--outcomes FILE.jsonl` keeps
-each outcome as it comes: a run that was stopped goes on from there, and a whole file writes the page at once.
+each outcome as it comes: a run that was stopped goes on from there, and a whole file writes the record at once.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import re
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -24,7 +27,10 @@ from tests.architectures.walk import EXACT, LATE, NOT_BUILT, PART, REFUSED, VARI
 
 from .model_names import called, has_attention
 
-PAGE = Path(__file__).parents[1] / "architectures.md"
+RECORD = Path(__file__).with_name("architectures.json")
+Record = dict[str, Any]
+# What the tests walk has one variant of each place; the page has these besides.
+SHOWN = (*VARIANTS, "entmax15", "gated", "window")
 MEANING = {
     EXACT: "equals its stock attention at strength 0, changes at strength 1, and is stock bit for bit after unpatching",
     PART: "the same, for the layers that can be swapped (`layers=` chooses them); the sentence says why others cannot",
@@ -33,6 +39,7 @@ MEANING = {
     WRONG: "neither exact nor refused, which is a fault",
     NOT_BUILT: "not compared, so nothing is known; the sentence says why",
 }
+SHORT = {EXACT: "✓", PART: "part", REFUSED: "no", LATE: "late", WRONG: "wrong", NOT_BUILT: "–"}
 WHY_NOT_BUILT = (  # what the walk says, and what it means to a reader
     (r"requires? the (\S+) library", "transformers builds it with the library {}, which was not installed"),
     (r"million parameters", "it stays too large for this comparison, however small its configuration"),
@@ -46,71 +53,78 @@ NAMES = re.compile(
     r"\d\.\de[+-]\d+"  # sizes of errors
     r"|\w+(?:\.\w+)+"  # paths of modules
     r"|\b[A-Z][a-z0-9_]*[A-Z]\w*"  # classes
-    rf"|\b(?:{'|'.join(sorted(VARIANTS, key=len, reverse=True))})\b"
+    rf"|\b(?:{'|'.join(sorted(SHOWN, key=len, reverse=True))})\b"
     r"|\d+"
 )
 
 
-def page(outcomes: list[Outcome], version: str) -> str:
-    """The page: what was held against what, the counts, a row per architecture, and each sentence once."""
-    variants = [variant for variant in VARIANTS if any(outcome.variant == variant for outcome in outcomes)]
+def record(outcomes: list[Outcome], version: str) -> Record:
+    """What the page is made from: counts, a row per architecture, and each sentence once."""
+    variants = [variant for variant in SHOWN if any(outcome.variant == variant for outcome in outcomes)]
     by_place = {(outcome.model_type, outcome.variant): outcome for outcome in outcomes}
-    types = sorted({outcome.model_type for outcome in outcomes})
-    counts = Counter((outcome.result, outcome.variant) for outcome in outcomes)
     said = _sentences(outcomes)
-    decoded = len({outcome.model_type for outcome in outcomes if outcome.ways and outcome.result in (EXACT, PART)})
-    nested = len({outcome.model_type for outcome in outcomes if outcome.nested and outcome.result in (EXACT, PART)})
+    right = [outcome for outcome in outcomes if outcome.result in (EXACT, PART)]
 
-    def cell(model_type: str, variant: str) -> str:
-        outcome = by_place[model_type, variant]
+    def cell(outcome: Outcome) -> str:
         number = said.get(_pattern(outcome), (0, []))[0]  # every result but "exact" has a sentence
         some = outcome.result in (EXACT, PART) and outcome.run < outcome.modules
         notes = [str(number)] * bool(number) + [f"{outcome.run} of {outcome.modules} ran"] * some
         return f"{outcome.result} ({'; '.join(notes)})" if notes else outcome.result
 
-    parts = [
-        "# Architectures",
-        f"Every model type that `AutoModel` of transformers {version} can build was built with few layers, small "
-        "widths and random weights. One variant of each place was patched on a copy and compared with the stock "
-        "attention on real (not padded) positions, with the shortcut of strength 0 and with the variant computed at "
-        f"strength 0. {decoded} of them decode with a cache: there, at strength 1, a prompt and three tokens one by "
-        "one give the same as one pass without a cache, with and without padding on the left. "
-        f"{nested} of those that are exact have configurations within their configuration. "
-        "`python -m docs.tables.architectures` writes this page; the slow test in `tests/architectures` compares "
-        "with it.",
-        "Two are not built as their configurations start. PatchTSMixer has attention with `self_attn=True` alone. "
-        'Informer has `attention_type="full"`: as it starts, its ProbSparse self-attention is code of its own, and '
-        "`patch_model` refuses it with this reason. Autoformer has auto-correlation in the place of attention.",
-        "What was not built, and any model of your own: `describe(model)` says in a second what could be swapped, and "
-        "`patch_model` refuses what cannot be right.",
-        "A number in brackets is the number of the sentence [below](#sentences). Where the inputs that we found do not "
-        "reach every swapped module, the brackets say how many of them ran.",
-        markdown(
-            ("result", *(f"`{variant}`" for variant in variants), "meaning"),
-            [
-                (result, *(str(counts[result, variant]) for variant in variants), words)
-                for result, words in MEANING.items()
-            ],
-        ),
-        "## Model types",
-        '<div class="filter" markdown>',
-        markdown(
-            ("family", "model type", *(f"`{variant}`" for variant in variants)),
-            [(called(name), name, *(cell(name, variant) for variant in variants)) for name in types],
-        ),
-        "</div>",
-        "## Sentences",
-        "Each sentence is that of the first model type beside it. The others have the names of their own classes and "
-        "modules in it.",
-        markdown(
-            ("number", "result", "sentence", "model types"),
-            [
-                (str(number), group[0].result, _words(group[0]), _who(group, len(variants)))
-                for number, group in said.values()
-            ],
-        ),
+    return {
+        "transformers": version,
+        "decoded": len({outcome.model_type for outcome in right if outcome.ways}),
+        "nested": len({outcome.model_type for outcome in right if outcome.nested}),
+        "variants": variants,
+        "types": {
+            name: [called(name), *(cell(by_place[name, variant]) for variant in variants)]
+            for name in sorted({outcome.model_type for outcome in outcomes})
+        },
+        "sentences": [
+            [str(number), group[0].result, _words(group[0]), group[0].model_type] for number, group in said.values()
+        ],
+    }
+
+
+def counts_table() -> str:
+    """What was held, and how often each result came."""
+    known_record = read()
+    variants = known_record["variants"]
+    counts = Counter((result, variant) for (_, variant), result in known().items())
+    lead = (
+        f"transformers {known_record['transformers']}. {known_record['decoded']} of the exact model types decode with "
+        f"a cache, and {known_record['nested']} have configurations within their configuration."
+    )
+    rows = [
+        (SHORT[result], *(str(counts[result, variant]) for variant in variants), words)
+        for result, words in MEANING.items()
+        if any(counts[result, variant] for variant in variants)
     ]
-    return "\n\n".join(parts) + "\n"
+    return f"{lead}\n\n{markdown(('', *(f'`{variant}`' for variant in variants), 'meaning'), rows)}"
+
+
+def architectures_table() -> str:
+    """A row per model type, in short cells: a sign for the result, and the number of its sentence."""
+    known_record = read()
+    header = ("family", "model type", *(f"`{variant}`" for variant in known_record["variants"]))
+    rows = [
+        (family, name, *(_short(cell) for cell in cells)) for name, (family, *cells) in known_record["types"].items()
+    ]
+    return f'<div class="filter" markdown>\n\n{markdown(header, rows)}\n\n</div>'
+
+
+def sentences_table() -> str:
+    """Each sentence once, with a model type of which it is said."""
+    rows = [(number, SHORT[result], words, name) for number, result, words, name in read()["sentences"]]
+    return markdown(("number", "", "sentence", "for example"), rows)
+
+
+def _short(cell: str) -> str:
+    result, _, notes = cell.partition(" (")
+    number, _, some = notes.removesuffix(")").partition("; ")
+    if "ran" in number:
+        number, some = "", number
+    return " ".join(word for word in (SHORT[result], number, f"({some})" if some else "") if word)
 
 
 def _sentences(outcomes: list[Outcome]) -> dict[tuple[str, str], tuple[int, list[Outcome]]]:
@@ -138,52 +152,48 @@ def _reason(outcome: Outcome) -> str:
     return outcome.sentence
 
 
-def _who(group: list[Outcome], variants: int) -> str:
-    """The model types of which something is said, together where it is said of the same variants."""
-    said_of: dict[str, list[str]] = {}
-    for each in group:
-        said_of.setdefault(each.model_type, []).append(each.variant)
-    together: dict[tuple[str, ...], list[str]] = {}
-    for name, names in said_of.items():
-        together.setdefault(tuple(names), []).append(name)
-    return "; ".join(
-        f"{'all' if len(names) == variants else ', '.join(f'`{each}`' for each in names)}: {', '.join(types)}"
-        for names, types in together.items()
-    )
-
-
 def _words(outcome: Outcome) -> str:
     return without_paths(_reason(outcome)).replace("<", "&lt;")
 
 
+def read() -> Record:
+    """The record of the last walk."""
+    known_record: Record = json.loads(RECORD.read_text("utf-8"))
+    return known_record
+
+
 def known() -> dict[tuple[str, str], str]:
-    """By model type and variant, the result that the page says."""
-    table = PAGE.read_text("utf-8").partition("## Model types")[2].partition("## Sentences")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
-    variants = [name.strip("`") for name in rows[0][2:]]
-    results = {
-        (row[1], name): cell.partition(" (")[0] for row in rows for name, cell in zip(variants, row[2:], strict=True)
+    """By model type and variant, the result of the last walk."""
+    known_record = read()
+    return {
+        (name, variant): cell.partition(" (")[0]
+        for name, (_, *cells) in known_record["types"].items()
+        for variant, cell in zip(known_record["variants"], cells, strict=True)
     }
-    return {place: result for place, result in results.items() if result in MEANING}
 
 
 def known_version() -> str:
-    """The transformers of which the page speaks."""
-    return PAGE.read_text("utf-8").partition("of transformers ")[2].partition(" ")[0]
+    """The transformers of the last walk."""
+    return str(read()["transformers"])
+
+
+def written(new: Record) -> str:
+    """A record as JSON, one line for each model type and for each sentence."""
+    return re.sub(r"\n {3,}|\n {2}(?=\])", " ", json.dumps(new, indent=1, ensure_ascii=False)) + "\n"
 
 
 def main() -> None:
-    """Walk the registry, or what a file of outcomes lacks of it, and write the page."""
+    """Walk the registry, or what a file of outcomes lacks of it, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--outcomes", type=Path, help="a file of outcomes to go on from, and to add to")
     parser.add_argument("--processes", type=int, default=1, help="how many architectures run at once")
     arguments = parser.parse_args()
-    outcomes = walked(file=arguments.outcomes, processes=arguments.processes)
+    outcomes = walked(SHOWN, file=arguments.outcomes, processes=arguments.processes)
     for outcome in outcomes:
         if outcome.result in (LATE, WRONG):
             print(json.dumps(asdict(outcome)))
-    PAGE.write_text(page(outcomes, transformers.__version__), encoding="utf-8")
-    print(f"{PAGE}: {dict(Counter(each.result for each in outcomes))}, torch {torch.__version__}")
+    RECORD.write_text(written(record(outcomes, transformers.__version__)), encoding="utf-8")
+    print(f"{RECORD}: {dict(Counter(each.result for each in outcomes))}, torch {torch.__version__}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from .speed import long_texts_of, speed_of
 MATHEMATICS = Path(__file__).parents[1] / "mathematics.md"
 ELSEWHERE = {  # where the figures of a variant are that no recorded run of a recipe holds
     "sink": "[A sink and smoothed channels](../results/outliers.md#a-sink-and-smoothed-channels) has the figures.",
-    "window": "[Long texts in little memory](../guides/convert.md#long-texts-in-little-memory) has what was lost, and "
+    "window": "[Long texts](../results/long-texts.md) has what was lost, and "
     "[Speed and memory](../results/speed.md#windows) the time and the cache.",
 }
 STEPS = {

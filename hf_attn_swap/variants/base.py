@@ -186,7 +186,8 @@ class Variant(nn.Module):
     def rule(self, rule: Rule) -> Rule | None:
         """How scores become weights with this variant in its place, so that blocks of scores can be computed in turn.
 
-        A class that overrides `normalize` or `adjust` must override this method too.
+        Without it, the readable pipeline computes `normalize` and `adjust`, with all scores as one tensor. A subclass
+        of a variant that has a rule gives its own, or None.
 
         Args:
             rule: the rule without the variant.
