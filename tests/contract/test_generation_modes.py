@@ -105,7 +105,7 @@ def test_more_proposals_than_a_cache_takes_back(name: str, options: dict[str, An
     assert torch.equal(got, model.generate(**prompt, **asked))
 
 
-@pytest.mark.parametrize(("who", "length"), turns(list(DRAFTED), [LONG, SHORT], 1))
+@pytest.mark.parametrize(("who", "length"), turns(list(DRAFTED), [LONG, SHORT]))
 def test_a_draft_model(who: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     family, name = "llama", LINEAR[0]
     swapped = drafts, targets = DRAFTED[who]
@@ -126,7 +126,7 @@ def test_beams_over_more_tokens_than_a_state_takes_back() -> None:
     assert torch.equal(model.generate(**prompt, **asked), model.generate(**prompt, use_cache=False, **asked))
 
 
-@pytest.mark.parametrize(("family", "length"), turns(CAUSAL_FAMILIES, [SHORT, LONG], 1))
+@pytest.mark.parametrize(("family", "length"), turns(CAUSAL_FAMILIES, [SHORT, LONG]))
 def test_early_exit(family: str, length: int) -> None:
     """The first layer drafts for all of them, on the same cache."""
     prompt = repeating(family, length)

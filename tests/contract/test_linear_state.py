@@ -33,7 +33,7 @@ def state_of(cache: Any, layer: int = 0) -> LinearState:
     return cache.layers[layer]
 
 
-@pytest.mark.parametrize(("family", "name"), turns(CAUSAL_FAMILIES, LINEAR, 1))
+@pytest.mark.parametrize(("family", "name"), turns(CAUSAL_FAMILIES, LINEAR))
 def test_generate_takes_it_by_itself_and_it_does_not_grow(family: str, name: str) -> None:
     model, prompt = model_of(family, name), prompt_of(family, "left")
     sizes = []

@@ -40,7 +40,7 @@ def test_reentrant_checkpointing(family: str) -> None:
     forward(model.eval(), batch_of(family))  # nothing is lost without gradients
 
 
-@pytest.mark.parametrize(("family", "cell"), turns(ABLE, CARRYING, 1))
+@pytest.mark.parametrize(("family", "cell"), turns(ABLE, CARRYING))
 def test_checkpointing_that_keeps_the_scores(family: str, cell: Cell) -> None:
     """The recomputation must see the same H: gradients as without checkpointing."""
     model = swap_in(fresh(family), cell[0], **cell[1])

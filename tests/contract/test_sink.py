@@ -91,7 +91,7 @@ def test_a_token_before_the_text(name: str, padded: bool) -> None:
 
 @pytest.mark.parametrize(
     ("family", "kind", "strength"),
-    [(family, *row) for family, row in turns(FAMILY_NAMES, [("key_value", 1.0), ("key", 0.3), ("score", 1.0)], 1)],
+    [(family, *row) for family, row in turns(FAMILY_NAMES, [("key_value", 1.0), ("key", 0.3), ("score", 1.0)])],
 )
 def test_a_sink_of_zeros_is_softmax_1(family: str, kind: str, strength: float) -> None:
     batch = batch_of(family, padded=padding_side(family))

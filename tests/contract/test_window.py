@@ -104,7 +104,7 @@ def test_cached_equals_uncached_at_every_boundary(family: str, left: int, full: 
 
 @pytest.mark.parametrize(
     ("left", "full", "variant"),
-    [(*row, name) for row, name in turns([(n, full) for n in (0, 3, 2 * CROPPED + 8) for full in HEADS], LIMITED, 1)],
+    [(*row, name) for row, name in turns([(n, full) for n in (0, 3, 2 * CROPPED + 8) for full in HEADS], LIMITED)],
 )
 @torch.no_grad()
 def test_calls_of_any_size(left: int, full: tuple[int, ...], variant: str) -> None:

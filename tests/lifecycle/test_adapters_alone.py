@@ -41,7 +41,7 @@ def lines(caught: Any) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.startswith("    ")]
 
 
-@pytest.mark.parametrize(("name", "variant"), turns(FAMILY_NAMES, one_per_place(), 1))
+@pytest.mark.parametrize(("name", "variant"), turns(FAMILY_NAMES, one_per_place()))
 def test_the_lines_of_the_warning_bring_the_swap_back(
     name: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

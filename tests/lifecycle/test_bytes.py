@@ -62,7 +62,7 @@ FITS = [(family, fit, biases) for family in DEEP for fit, biases in (("gain", Fa
 
 
 @pytest.mark.parametrize(
-    ("family", "fit", "biases", "variant"), [(*row, variant) for row, variant in turns(FITS, one_per_place(), 1)]
+    ("family", "fit", "biases", "variant"), [(*row, variant) for row, variant in turns(FITS, one_per_place())]
 )
 def test_patched_and_calibrated(family: str, variant: str, fit: str, biases: bool) -> None:
     batch = batch_of(family, padded=padding_side(family))

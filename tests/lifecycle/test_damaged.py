@@ -62,7 +62,7 @@ def test_without_its_block(folder: Path, tmp_path: Path) -> None:
         forward(transformers.AutoModelForMaskedLM.from_pretrained(where), batch_of("bert", torch.float32))
 
 
-@pytest.mark.parametrize(("name", "other"), turns(FAMILY_NAMES, ["sdpa", "eager"], 1))
+@pytest.mark.parametrize(("name", "other"), turns(FAMILY_NAMES, ["sdpa", "eager"]))
 def test_another_attention_by_hand(name: str, other: str, tmp_path: Path) -> None:
     patch_model(fresh(name, torch.float32), "belief").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="leave that argument out"):

@@ -34,7 +34,7 @@ def poisoned() -> Iterator[None]:
 @pytest.mark.usefixtures("poisoned")
 def test_no_uninitialised_memory(name: str) -> None:
     """The families take turns."""
-    for _, cell in [turn for turn in turns(FAMILY_NAMES, CELLS, times=1) if turn[0] == name]:
+    for _, cell in [turn for turn in turns(FAMILY_NAMES, CELLS) if turn[0] == name]:
         for dtype in (torch.float32, torch.bfloat16):
             model = swap_in(fresh(name, dtype), cell[0], strength=0.3, **cell[1])
             for swap in swaps(model):

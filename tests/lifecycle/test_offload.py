@@ -95,7 +95,7 @@ def test_offloaded_then_patched(family: str, cell: Cell, offload: Offload, tmp_p
 FITS = [(family, fit) for family in DEEP for fit in ("gain", "map")]
 
 
-@pytest.mark.parametrize(("family", "fit", "name"), [(*row, name) for row, name in turns(FITS, one_per_place(), 1)])
+@pytest.mark.parametrize(("family", "fit", "name"), [(*row, name) for row, name in turns(FITS, one_per_place())])
 def test_calibrated(family: str, name: str, fit: str, tmp_path: Path) -> None:
     offload = OFFLOADS["cpu"] if fit == "gain" else _half
     batch = batch_of(family, padded=padding_side(family))

@@ -36,7 +36,7 @@ def prefixed(model: Any, name: str, keys_and_values: Tensor) -> Any:
 
 
 @GIVEN_BY_ITS_OLD_NAME
-@pytest.mark.parametrize(("name", "variant"), turns(CAUSAL, list_variants(), 1))
+@pytest.mark.parametrize(("name", "variant"), turns(CAUSAL, list_variants()))
 def test_a_prefix_of_real_tokens(name: str, variant: str) -> None:
     """The keys and values of the first tokens, given as a prefix, are as good as these tokens."""
     model = perturb(patch_model(fresh(name), variant))

@@ -53,13 +53,13 @@ def test_fresh_process(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory)
     The families take turns.
     """
     made = []
-    for name, cell in turns(FAMILY_NAMES, [*OPTION_CELLS, *((name, {}) for name in PAIRS[:3])], times=1):
+    for name, cell in turns(FAMILY_NAMES, [*OPTION_CELLS, *((name, {}) for name in PAIRS[:3])]):
         made.append(f"{name}-{label(cell)}")
         save(perturb(swap_in(fresh(name, torch.float32), cell[0], **cell[1])), tmp_path / made[-1])
     for name, variant in turns(FAMILY_NAMES, one_per_place()):
         made.append(f"{name}-{variant}-hybrid")
         save(hybrid(fresh(name, torch.float32), variant), tmp_path / made[-1])
-    for name, variant in turns(FAMILY_NAMES, one_per_place(), 1):
+    for name, variant in turns(FAMILY_NAMES, one_per_place()):
         source = tmp_path_factory.mktemp("stock")
         fresh(name, torch.float32).save_pretrained(source)
         made.append(f"{name}-{variant}-bf16-shards")
@@ -70,7 +70,7 @@ def test_fresh_process(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory)
     reload(tmp_path, made)
 
 
-@in_turn()
+@in_turn(times=2)
 def test_loaded_model_can_be_unpatched(name: str, variant: str, tmp_path: Path) -> None:
     """Taking the swap out of a loaded checkpoint leaves the stock model, in computation and on disk."""
     batch = batch_of(name, torch.float32)

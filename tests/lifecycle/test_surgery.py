@@ -49,7 +49,7 @@ def forward(model: Any, name: str) -> torch.Tensor:
 
 # The places and the changes take turns on both ways to hook an attention module; all families with one variant.
 CELLS = [(name, variant, kind) for name in ("bert", "llama") for variant, kind in turns(one_per_place(), list(CHANGES))]
-CELLS += [(name, "modern_hopfield", kind) for name, kind in turns(["gpt2", "opt", "vit"], list(CHANGES), 1)]
+CELLS += [(name, "modern_hopfield", kind) for name, kind in turns(["gpt2", "opt", "vit"], list(CHANGES))]
 
 
 @pytest.mark.parametrize(("name", "variant", "kind"), CELLS)
