@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap import patch_model
 from hf_attn_swap.quantization import Int8Linear, input_ranges, int8_loaded, int8_static, linear
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, padding_side, perturb
+from tests.harness.places import one_per_place, turns
 
 LINEAR = [name for name in FAMILY_NAMES if name != "gpt2"]
 KINDS = [torch.uint8, torch.int8, None]
@@ -102,8 +103,7 @@ def test_floating_point_gives_the_sums_of_integers(monkeypatch: pytest.MonkeyPat
     assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("variant", [None, "outeffhop"])
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize(("name", "variant"), turns(LINEAR, [None, "outeffhop"]))
 def test_model_stays_close(name: str, variant: str | None) -> None:
     model, batch = fresh(name, torch.float32), batch_of(name, torch.float32, padded=padding_side(name))
     if variant is not None:
@@ -151,8 +151,10 @@ def loaded(folder: Path, dtype: torch.dtype, swapped: bool) -> Any:
     return (model if swapped else int8_loaded(model)).eval()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("variant", [None, *list_variants(), "modern_hopfield+belief"])
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    turns([None, *one_per_place(), "modern_hopfield+belief"], [torch.float32, torch.bfloat16]),
+)
 def test_loads_again(tmp_path: Path, variant: str | None, dtype: torch.dtype) -> None:
     pytest.importorskip("compressed_tensors", reason=LOADS)
     fresh("llama", dtype).save_pretrained(tmp_path / "stock")  # loaded, rotary frequencies are in fp32, as they will be

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ import torch
 import transformers
 from transformers import EsmConfig, EsmModel, TrainingArguments
 
-from docs.tables.architectures import PAGE, known, known_version, page
+from docs.tables.architectures import known, known_version, page
 from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.conversion import DistillationTrainer, Losses
-from hf_attn_swap.describe import NOTHING
 from hf_attn_swap.families import sites
 from tests.contract.harness import perturb, refused, swaps
 from tests.harness.places import turns
@@ -118,39 +116,6 @@ def test_each_sentence_is_written_once() -> None:
     assert lines[-1].startswith(
         "| 3 | not built | transformers builds no model from any of our small configurations. |"
     )
-
-
-def test_the_page_has_no_path_of_a_machine() -> None:
-    sentence = "in <module 'math' from '/usr/lib/math.so'> nor in <module 'os' from '/usr/lib/o..."
-    row = page([Outcome("bert", "belief", REFUSED, sentence)], "5").splitlines()[-1]
-    assert row == "| 1 | refused | in &lt;module 'math'> nor in &lt;module 'os' | all: bert |"
-    assert " from '/" not in PAGE.read_text("utf-8")
-
-
-def test_the_page_has_no_error_of_another_library() -> None:
-    """Why an architecture was not built is said in words, and each has its reason."""
-    assert not re.findall(r"\w+Error\b", PAGE.read_text("utf-8").partition("## Model types")[2])
-    sentences = [
-        "ImportError: TimmBackbone requires the timm library but it was not found in your environment.",
-        "no inputs found: IndexError: list index out of range",
-        "2429 million parameters after shrinking",
-    ]
-    said = zip(VARIANTS, sentences, strict=False)
-    rows = page([Outcome("t5", variant, NOT_BUILT, words) for variant, words in said], "5").splitlines()
-    assert [row.split(" | ")[2] for row in rows[-3:]] == [
-        "transformers builds it with the library timm, which was not installed.",
-        "it was built, but takes none of our inputs.",
-        "it stays too large for this comparison, however small its configuration.",
-    ]
-
-
-def test_a_model_without_attention_is_not_one_with_its_own() -> None:
-    outcomes = [Outcome(name, "belief", REFUSED, f"A model: {NOTHING}.") for name in ("bloom", "mamba")]
-    bloom, mamba = page(outcomes, "5").splitlines()[-2:]
-    assert "BLOOM" in bloom
-    assert bloom.endswith("| all: bloom |")
-    assert "it has no attention" in mamba
-    assert mamba.endswith("| all: mamba |")
 
 
 @pytest.mark.parametrize(

@@ -120,12 +120,6 @@ def test_a_draft_model(who: str, length: int, monkeypatch: pytest.MonkeyPatch) -
     assert_same_tokens(model, repeating(family, length), monkeypatch, both, assistant_model=draft)
 
 
-def test_beams_over_more_tokens_than_a_state_takes_back() -> None:
-    model, prompt = causal("llama", LINEAR[0]), repeating("llama", SHORT, batch=2)
-    asked = {"do_sample": False, "num_beams": 2, "max_new_tokens": 135}
-    assert torch.equal(model.generate(**prompt, **asked), model.generate(**prompt, use_cache=False, **asked))
-
-
 @pytest.mark.parametrize(("family", "length"), turns(CAUSAL_FAMILIES, [SHORT, LONG]))
 def test_early_exit(family: str, length: int) -> None:
     """The first layer drafts for all of them, on the same cache."""

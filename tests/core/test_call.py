@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hf_attn_swap.core.call import Call, ForwardContext, Hidden, Inputs
+from hf_attn_swap.core.call import Call, Hidden, Inputs
 from hf_attn_swap.core.masks import Masks
 from tests.contract.harness import refused
 
@@ -49,11 +48,6 @@ def test_a_copy_of_carried_scores() -> None:
     assert not torch.equal(first.scores, other.scores)
     assert other.blocked is first.blocked
     assert Hidden(None).clone().scores is None
-
-
-@pytest.mark.parametrize("shared", [ForwardContext, Call])
-def test_programs_that_copy_dataclasses_leave_what_layers_share(shared: type[Any]) -> None:
-    assert not dataclasses.is_dataclass(shared)
 
 
 @pytest.mark.parametrize(

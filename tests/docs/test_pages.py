@@ -106,13 +106,6 @@ def test_python_runs_as_written(page: str, models: Path, tmp_path: Path, monkeyp
             exec(compile(block, page, "exec"), names)
 
 
-def test_every_block_has_a_language_that_is_held() -> None:
-    """A block of another language would be held by no test. `bibtex` and `text` are no programs."""
-    opened = {(page, line) for page, text in PAGES.items() for line in re.findall(r"^```(\w*)$\n", text, re.M) if line}
-    assert {language for _, language in opened} <= {"python", "console", "yaml", "bibtex", "text"}
-    assert opened
-
-
 def test_every_table_has_a_header() -> None:
     """An empty line in a table would turn the rest of the table into plain text."""
     text = "\n\n".join(PAGES.values())

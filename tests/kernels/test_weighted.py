@@ -63,7 +63,7 @@ def assert_equal(got: Tensor, wanted: Tensor, inputs: list[Tensor]) -> None:
         torch.testing.assert_close(own, other, rtol=EXACT, atol=EXACT)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     sizes=SIZES,
     rule=st.sampled_from(RULES),
@@ -258,7 +258,7 @@ def test_a_mask_that_learns_gets_its_gradient() -> None:
 ROWS = st.sampled_from(["normal", "equal", "tied", "falling", "far"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     kind=ROWS,
     scale=st.sampled_from([1e-6, 0.1, 1.0, 30.0]),

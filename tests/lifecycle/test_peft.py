@@ -25,8 +25,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 WAYS = [(True, False), (False, False), (True, True), (False, True)]  # adapters before the swap, and DoRA
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["lora_first", "swap_first"])
-@in_turn()
+@pytest.mark.parametrize(
+    ("name", "variant", "before"),
+    [(*row, before) for row, before in turns(turns(FAMILY_NAMES, one_per_place()), [True, False])],
+)
 def test_every_adapter_matters(name: str, variant: str, before: bool) -> None:
     """Changing the adapters of each projection changes the output, unless the variant does without W_o."""
     batch = batch_of(name)

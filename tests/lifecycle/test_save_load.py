@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import save_file
 
 from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
-from tests.contract.cells import FAMILY_NAMES, OPTION_CELLS, PAIRS, label, swap_in
+from tests.contract.cells import DEEP, FAMILY_NAMES, OPTION_CELLS, PAIRS, label, swap_in
 from tests.contract.harness import batch_of, forward, fresh, perturb, swaps
 from tests.harness.places import in_turn, one_per_place, turns
 from tests.harness.process import python
@@ -93,7 +93,7 @@ def test_loaded_model_can_be_unpatched(name: str, variant: str, tmp_path: Path) 
     assert torch.equal(forward(again, batch), stock)
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", [*DEEP, "vit"])
 def test_other_heads_load_from_the_checkpoint(name: str, tmp_path: Path) -> None:
     """The bare model and every other head, whose new weights may be missing; the swap must be whole."""
     model = perturb(patch_model(fresh(name, torch.float32), "belief_star", strength=0.3))
@@ -117,7 +117,7 @@ def test_other_heads_load_from_the_checkpoint(name: str, tmp_path: Path) -> None
         assert torch.equal(got, wanted), auto
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", DEEP)
 def test_a_head_loads_from_a_bare_checkpoint(name: str, tmp_path: Path) -> None:
     source = fresh(name, torch.float32)
     bare = next(

@@ -18,7 +18,7 @@ from transformers.models.auto import modeling_auto
 import hf_attn_swap
 from hf_attn_swap import list_variants, patch_model, unpatch_model
 from hf_attn_swap.saved import shim
-from tests.contract.cells import FAMILY_NAMES, is_linear
+from tests.contract.cells import DEEP, FAMILY_NAMES, is_linear
 from tests.contract.harness import batch_of, fresh, perturb, swaps
 from tests.harness.adapters import lora
 from tests.harness.damage import DAMAGE
@@ -172,7 +172,7 @@ def test_adapter_on_a_base(tmp_path: Path) -> None:
     assert fresh_processes(tmp_path / "cases") == {"adapter": "ok"}
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", DEEP)
 def test_unpatched_model_has_no_shim(name: str, tmp_path: Path) -> None:
     model = swapped(name, "belief")
     model.save_pretrained(tmp_path / "swapped")
