@@ -30,7 +30,7 @@ from .shrink import CHOICES
 from .tiny import build, configured, registry
 from .walk import EXACT, LATE, NOT_BUILT, PART, REFUSED, VARIANTS, WRONG, Outcome, compare, find, hold
 
-HANDFUL = 5
+HANDFUL = 3
 NO_SDPA = ("bigbird_pegasus", "nllb-moe", "pegasus_x")  # their stock attention is not SDPA
 ONCE_REFUSED = (
     "aimv2_vision_model",

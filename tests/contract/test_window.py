@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from benchmarks.bench_caches import cache_of, with_cache
 from hf_attn_swap import describe, patch_model, set_strength
@@ -239,27 +239,6 @@ def test_several_heads_of_groups() -> None:
     model = perturb(patch_model(fresh("llama", **sizes), "window", window=W, sinks=S, full_heads=[0, 2]))
     ids = zoo.inputs("llama", batch=2, length=20)["input_ids"]
     assert distance(model(ids).logits, model(ids, output_attentions=True).logits) <= EXACT
-
-
-@torch.no_grad()
-def test_a_copy_of_a_cache_goes_its_own_way() -> None:
-    model, ids = model_of("llama", full_heads=(0,)), zoo.inputs("llama", batch=1, length=12)["input_ids"]
-    cache = cache_of(model(ids[:, :10], use_cache=True))
-    other = copy.copy(cache)
-    other.layers = [copy.copy(layer) for layer in cache.layers]
-    model(ids[:, :2], **with_cache(model, other))
-    got = model(ids[:, 10:], **with_cache(model, cache)).logits
-    assert distance(got, model(ids, use_cache=False).logits[:, 10:]) <= EXACT
-
-
-@torch.no_grad()
-def test_a_static_cache_keeps_all_keys() -> None:
-    model, ids = model_of("llama", full_heads=(1,)), zoo.inputs("llama", batch=2, length=20)["input_ids"]
-    wanted = model(ids, use_cache=False).logits
-    cache = StaticCache(config=model.config, max_cache_len=24)
-    got = [model(ids[:, :9], **with_cache(model, cache)).logits]
-    got += [model(ids[:, place : place + 1], **with_cache(model, cache)).logits for place in range(9, 20)]
-    assert distance(torch.cat(got, 1), wanted) <= EXACT
 
 
 @pytest.mark.parametrize("options", [{"window": W + 1, "sinks": S}, {"window": W, "sinks": S, "full_heads": (0,)}])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench_caches import cache_of
-from hf_attn_swap import list_variants, patch_model, set_strength
+from hf_attn_swap import patch_model, set_strength
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES, composes
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused
@@ -36,7 +36,7 @@ def prefixed(model: Any, name: str, keys_and_values: Tensor) -> Any:
 
 
 @GIVEN_BY_ITS_OLD_NAME
-@pytest.mark.parametrize(("name", "variant"), turns(CAUSAL, list_variants()))
+@pytest.mark.parametrize(("name", "variant"), turns(CAUSAL, one_per_place()))
 def test_a_prefix_of_real_tokens(name: str, variant: str) -> None:
     """The keys and values of the first tokens, given as a prefix, are as good as these tokens."""
     model = perturb(patch_model(fresh(name), variant))
@@ -51,7 +51,7 @@ def test_a_prefix_of_real_tokens(name: str, variant: str) -> None:
 
 
 @GIVEN_BY_ITS_OLD_NAME
-@pytest.mark.parametrize("variant", [name for name in list_variants() if composes((name, "outeffhop"))])
+@pytest.mark.parametrize("variant", [name for name in one_per_place() if composes((name, "outeffhop"))])
 def test_a_prefix_of_zeros_on_an_encoder(variant: str) -> None:
     """One key and value of zeros adds 1 to the softmax's denominator, as `outeffhop` does."""
     batch = zoo.inputs("bert", batch=2, length=LENGTH, padded="right")
