@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -191,18 +190,6 @@ def test_a_symmetric_scheme_has_no_zero_points(tmp_path: Path) -> None:
         assert not any("zero_point" in name for name in load_file(folder / "model.safetensors"))
         model = loaded(folder, torch.float32, swapped=False)
         assert torch.equal(forward(model, batch), got)
-
-
-def test_what_is_saved_is_read_as_static_int8(tmp_path: Path) -> None:
-    """The scheme has the settings by which a serving engine picks its kernel: 8 bits, a range per tensor, static."""
-    quantization = pytest.importorskip("compressed_tensors.quantization", reason=LOADS)
-    model, batch = fresh("llama", torch.float32), batch_of("llama", torch.float32)
-    quantised(model, batch).save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    (scheme,) = quantization.QuantizationConfig.model_validate(saved).config_groups.values()
-    weights, inputs = scheme.weights, scheme.input_activations
-    assert (weights.num_bits, weights.strategy, weights.symmetric, weights.dynamic) == (8, "channel", True, False)
-    assert (inputs.num_bits, inputs.strategy, inputs.symmetric, inputs.dynamic) == (8, "tensor", False, False)
 
 
 def refused(name: str) -> tuple[Any, Any, str]:

@@ -84,15 +84,3 @@ def test_labels_of_another_kind_are_refused_before_anything_is_measured(
         assert outcome.code == 2
         assert "--label label: " in outcome.err
         assert "name another column, or another --split" in outcome.err
-
-
-def test_rows_without_a_text_are_left_out(command: Command, tiny_bert: Path, pairs: Path, tmp_path: Path) -> None:
-    """Their labels are left out with them."""
-    more = tmp_path / "more.jsonl"
-    rows = [{"one": one, "other": other, "class": row % 2} for row, (one, other) in enumerate(PAIRS)]
-    rows[5:5] = [{"one": "film", "other": None, "class": 1}, {"one": " ", "other": "film", "class": 1}]
-    more.write_text("\n".join(map(json.dumps, rows)))
-    words = (*BOTH, "--label", "class", "--json", "--device", "cpu")
-    with_blanks, without = (command("evaluate", tiny_bert, "--data", data, *words) for data in (more, pairs))
-    assert with_blanks.code == 0, with_blanks.err
-    assert with_blanks.out == without.out

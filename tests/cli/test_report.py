@@ -18,7 +18,6 @@ from PIL import Image
 from transformers import AutoTokenizer, BertModel, ViTConfig, ViTForImageClassification
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.conversion import calibrate, merge_calibration
 
 Command = Callable[..., Any]
 
@@ -80,22 +79,6 @@ def test_a_swapped_checkpoint(command: Command, tiny_bert: Path, labelled_texts:
     )
     assert refused.code == 2
     assert "error: this model is swapped already" in refused.err
-
-
-def test_a_merged_checkpoint_stands_alone(
-    command: Command, tiny_bert: Path, labelled_texts: Path, tmp_path: Path
-) -> None:
-    model = BertModel.from_pretrained(tiny_bert)
-    patch_model(model, "simpletron_resl")
-    calibrate(
-        model, [{"input_ids": torch.randint(5, 17, (8, 9), generator=torch.Generator().manual_seed(0))}], fit="gain"
-    )
-    merge_calibration(model)
-    model.save_pretrained(tmp_path / "model")
-    done = command("report", tmp_path / "model", *words(labelled_texts, tmp_path, "--processor", str(tiny_bert)))
-    assert done.code == 0, done.err
-    assert list(page(tmp_path)[1]["recordings"]) == ["simpletron_resl"]
-    assert "changed the weights" in done.err
 
 
 def test_the_loss_by_position(command: Command, tiny_llama: Path, texts: Path, tmp_path: Path) -> None:
@@ -175,24 +158,6 @@ def test_bad_input_is_one_line(
     assert len(errors) == 1
     assert message in errors[0]
     assert not (tmp_path / "out").exists()
-
-
-def test_a_model_without_a_tokenizer_and_one_with_nan(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
-    data = texts(tmp_path / "rows.csv", ["the film was great", "the plot was dull"])
-    model = BertModel.from_pretrained(tiny_bert)
-    model.save_pretrained(tmp_path / "bare")
-    done = command("report", tmp_path / "bare", *words(data, tmp_path, "--variant", "modern_hopfield"))
-    assert done.code == 2
-    assert "no tokenizer" in done.err
-    assert "name one with --tokenizer." in done.err
-    with torch.no_grad():
-        model.encoder.layer[0].output.dense.weight[0, 0] = torch.nan
-    model.save_pretrained(tmp_path / "nan")
-    done = command(
-        "report", tmp_path / "nan", *words(data, tmp_path, "--variant", "modern_hopfield", "--processor", tiny_bert)
-    )
-    assert done.code == 2
-    assert "not finite" in done.err
 
 
 def test_a_missing_package_names_the_extra(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,16 +158,6 @@ def test_hopfield_retrieve(count: int, width: int, n: float, steps: int, seed: i
     close(own, wanted)
 
 
-def test_outliers_among_patterns_by_hand() -> None:
-    """Cosines by hand: 1 with itself does not count, nor does padding, which is no outlier; the threshold counts."""
-    patterns = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 3.0], [-1.0, 0.0]], dtype=torch.float64)
-    for threshold, wanted in ((0.5, [0, 0, 1, 1]), (1.0, [0, 0, 1, 1]), (0.0, [0, 0, 0, 0]), (-1.0, [0, 0, 0, 0])):
-        assert F.no_op_patterns(patterns, threshold).tolist() == [bool(flag) for flag in wanted]
-    for stored, wanted in (([1, 1, 1, 0], [0, 0, 1, 0]), ([1, 0, 1, 1], [1, 0, 1, 1]), ([1, 0, 0, 0], [0, 0, 0, 0])):
-        mask = torch.tensor(stored, dtype=torch.bool)
-        assert F.no_op_patterns(patterns, 0.5, mask).tolist() == [bool(flag) for flag in wanted]
-
-
 @pytest.mark.parametrize("length", ["true", "fixed"])
 @pytest.mark.parametrize("split", [1, 3, 6])
 def test_what_came_before_is_a_state_and_two_counts(split: int, length: str) -> None:

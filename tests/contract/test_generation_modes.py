@@ -18,7 +18,7 @@ from tests import zoo
 from tests.harness.places import turns
 
 from .cells import LINEAR
-from .harness import CAUSAL_FAMILIES, fresh, perturb
+from .harness import fresh, perturb
 
 NEW = 12
 SHORT, LONG = 20, 100  # tokens of a prompt: fewer, and more, than a state can take back
@@ -118,20 +118,6 @@ def test_a_draft_model(who: str, length: int, monkeypatch: pytest.MonkeyPatch) -
             )
     both = [swapped_model for swapped_model, is_swapped in zip((draft, model), swapped, strict=True) if is_swapped]
     assert_same_tokens(model, repeating(family, length), monkeypatch, both, assistant_model=draft)
-
-
-@pytest.mark.parametrize(("family", "length"), turns(CAUSAL_FAMILIES, [SHORT, LONG]))
-def test_early_exit(family: str, length: int) -> None:
-    """The first layer drafts for all of them, on the same cache."""
-    prompt = repeating(family, length)
-    asked = {"max_new_tokens": NEW, "do_sample": False, "assistant_early_exit": 1}
-    try:
-        causal(family, None).generate(**prompt, **asked)
-    except IndexError:
-        pytest.skip("transformers' early exit fails on the stock model of this family")
-    model = causal(family, LINEAR[0])
-    wanted = plain(model, prompt)
-    assert torch.equal(model.generate(**prompt, **asked), wanted)
 
 
 @pytest.mark.parametrize("variant", ["outeffhop", "simpletron_resl"])

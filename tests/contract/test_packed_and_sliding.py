@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from tests import reference, zoo
+from tests.harness.places import one_per_place
 
-from .cells import COMPOSED, COVERING, DEFAULT_CELLS, SINGLES, Cell, FamilyCell, over_in_turn, swap_in
+from .cells import COMPOSED, COVERING, DEFAULT_CELLS, SINGLES, Cell, FamilyCell, over_in_turn, shown, swap_in
 from .harness import CAUSAL_FAMILIES, TOLERANCE, assert_same, distance, forward, fresh, perturb, run_all, swaps
 
 PIECES = (4, 3)
@@ -78,7 +79,7 @@ def test_sliding_window(family: str, cell: Cell, strength: float, explicit: bool
 
 
 @over_in_turn(
-    tuple((SLIDING, cell) for cell in DEFAULT_CELLS),
+    tuple((SLIDING, shown(name)) for name in one_per_place()),
     ("padded", "cache"),
     [
         (None, {}),

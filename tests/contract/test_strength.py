@@ -12,7 +12,7 @@ from hf_attn_swap import describe, patch_model, set_strength
 from hf_attn_swap.variants.base import VARIANTS
 from tests.harness.places import turns
 
-from .cells import COMPOSED, DEEP, FAMILY_NAMES, ONCE, OPTIONS, SINGLES, Cell, over_in_turn
+from .cells import COMPOSED, FAMILY_NAMES, ONCE, OPTIONS, SINGLES, Cell, over_in_turn
 from .harness import (
     Gradients,
     assert_identical,
@@ -64,18 +64,6 @@ def test_neutral_start_of_single_variants(family: str, name: str) -> None:
     batch = batch_of(family, padded=padding_side(family))
     model = patch_model(fresh(family), name)
     assert_same(run(model, batch), run(patch_model(fresh(family), base), batch))
-
-
-@pytest.mark.parametrize("family", DEEP)
-def test_a_schedule_comes_back_to_the_stock_model(family: str) -> None:
-    batch = batch_of(family)
-    model = patch_model(fresh(family), "modern_hopfield")
-    for strength in (0.5, 1.0, 0.0):
-        set_strength(model, strength)
-        assert {swap.strength for swap in swaps(model)} == {strength}
-        assert {float(swap.strength_value) for swap in swaps(model)} == {strength}
-        assert {entry["strength"] for entry in model.config.attn_swap["swaps"]} == {strength}
-    assert_identical(run(model, batch), stock(family, torch.float64, False))
 
 
 def test_a_layer_at_zero_below_one_that_reads_its_scores() -> None:

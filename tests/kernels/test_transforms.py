@@ -10,9 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 
 from tests import zoo
@@ -23,7 +21,6 @@ from .derivatives import (  # fmt: skip
     LENGTH,
     assert_close,
     directions,
-    loss_of,
     math_kernel,
     model_of,
     projections,
@@ -71,24 +68,3 @@ def test_transforms(family: str, name: str, strength: float, transform: Callable
         with math_kernel():
             wanted = of(output_attentions=True)
         assert_close(of(), wanted)
-
-
-@pytest.mark.parametrize(("family", "name", "strength"), CASES)
-def test_forward_mode_without_a_transform(family: str, name: str, strength: float) -> None:
-    """`torch.autograd.forward_ad`: an operator of ours would lose the tangents without an error."""
-    model = model_of(family, name, strength, max_position_embeddings=200)
-    batch = zoo.inputs(family, batch=1, length=140)
-    weights = projections(model)
-    tangents = directions(weights.values())
-    with math_kernel():
-        slopes = torch.autograd.grad(loss_of(model, batch, output_attentions=True), list(weights.values()))
-    wanted = sum((slope * tangent).sum() for slope, tangent in zip(slopes, tangents, strict=True))
-    with forward_ad.dual_level(), warnings.catch_warnings():
-        quiet()
-        dual = {
-            key: forward_ad.make_dual(weight.detach(), tangent)
-            for (key, weight), tangent in zip(weights.items(), tangents, strict=True)
-        }
-        out = zoo.output(functional_call(model, dual, (), batch | NO_CACHE[family])).square().mean()
-        got = forward_ad.unpack_dual(out).tangent
-    assert_close([got], [wanted])

@@ -240,22 +240,6 @@ def test_a_backward_pass_takes_the_kernels_of_the_forward_pass() -> None:
     assert_equal(inputs, got, wanted)
 
 
-def test_two_backward_passes_and_a_second_derivative() -> None:
-    """Each of them makes the blocks again; PyTorch's plain kernel has second derivatives."""
-    inputs, span = next(cases((2, 4, 2, 17, 17), "left"))
-
-    def derivatives(heads: Tensor) -> list[Tensor]:
-        first = torch.autograd.grad(heads.sin().sum(), inputs.three, retain_graph=True)
-        slopes = torch.autograd.grad(heads.square().sum(), inputs.three, create_graph=True)
-        second = torch.autograd.grad(sum((slope**2).sum() for slope in slopes), inputs.three)
-        return [*first, *slopes, *second]
-
-    with sdpa_kernel(SDPBackend.MATH):
-        heads = windows.attend(inputs, span)
-    for got, wanted in zip(derivatives(heads), derivatives(slow(inputs, span)), strict=True):
-        assert float((got - wanted).detach().abs().max()) <= EXACT * float(wanted.detach().abs().max().clamp_min(1))
-
-
 def test_dropout_is_that_of_the_forward_pass() -> None:
     """The heads are linear in the values: their product with the gradient is the sum of the heads."""
     inputs, span = next(cases((1, 2, 2, 10, 10), None))

@@ -198,25 +198,6 @@ def test_plug_and_play_memory(retrieval: str) -> None:
     )
 
 
-def test_the_gradient_of_alpha() -> None:
-    """Of the loss, in each layer's own alpha, by differences."""
-    model, past, future = built(STanHopForPrediction), normal(1, 3, 20, 3), normal(2, 3, 7, 3)
-    layers = [module for module in model.modules() if isinstance(module, Hopfield)]
-    assert len(layers) == 2 * 3 + 3 * 4
-    model(past, future).loss.backward()
-    slopes = [float(layer.alpha_logit.grad) for layer in layers]
-    assert all(slopes)
-    for layer, slope in zip(layers, slopes, strict=True):
-        moved = []
-        for step in (1e-4, -1e-4):
-            with torch.no_grad():
-                layer.alpha_logit += step
-                moved.append(float(model(past, future).loss))
-                layer.alpha_logit -= step
-        assert (moved[0] - moved[1]) / 2e-4 == pytest.approx(slope, rel=1e-3, abs=1e-10)
-        assert 1 < float(layer.alpha.detach()) < 2
-
-
 @every_retrieval
 def test_every_parameter_learns(retrieval: str) -> None:
     model = STanHopForPrediction(config(retrieval=retrieval, gamma=-0.001))
