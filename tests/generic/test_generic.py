@@ -167,30 +167,6 @@ def test_cross_attention_stays_stock(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", one_per_place())
-def test_gpt2_with_cross_attention(variant: str) -> None:
-    stock = zoo.build("gpt2", dtype=torch.float64, add_cross_attention=True)
-    states = batch_of("bert_cross")["encoder_hidden_states"]
-    batch = {**batch_of("gpt2"), "encoder_hidden_states": states}
-    model = perturb(patch_model(copy.deepcopy(stock), variant, strength=0.0, **tiny_options(variant)))
-    assert torch.equal(forward(model, batch), forward(stock, batch))
-    swapped = forward(set_strength(model, 1.0), batch)
-    assert (distance(swapped, forward(stock, batch)) > 1e-9) == (variant != "softmax")
-    rows = describe(model).rows
-    assert sum(row.layer is None for row in rows) == len(rows) // 2
-
-
-def test_images_of_another_size() -> None:
-    """Interpolated positions give another length; nothing about it is stored."""
-    for name in ("deit", "dinov2"):
-        model: Any = patch_model(build(name), "outeffhop")
-        big = {"pixel_values": torch.randn(1, 3, 24, 24, dtype=torch.float64), "interpolate_pos_encoding": True}
-        if name == "dinov2":
-            del big["interpolate_pos_encoding"]
-        with torch.no_grad():
-            assert torch.isfinite(zoo.output(model(**big))).all()
-
-
-@pytest.mark.parametrize("variant", one_per_place())
 def test_a_container_that_returns_a_tensor(variant: str) -> None:
     """LayoutLM's container of attention gives its output alone, where BERT's gives a tuple."""
     sizes = {key: value for key, value in zoo.ENCODER.items() if key != "max_position_embeddings"}
