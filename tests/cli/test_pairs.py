@@ -44,8 +44,7 @@ def test_evaluate_reads_both_columns(command: Command, tiny_bert: Path, pairs: P
     assert accuracy == pytest.approx(sum(right) / len(right))
 
 
-@pytest.mark.parametrize("factor", [1, -0.5], ids=["whole numbers", "fractions below 0"])
-def test_a_regression_has_a_rank_correlation(command: Command, tiny_bert: Path, tmp_path: Path, factor: float) -> None:
+def test_a_regression_has_a_rank_correlation(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
     """As models of the likeness of two sentences."""
     model = AutoModelForSequenceClassification.from_pretrained(tiny_bert, num_labels=1, ignore_mismatched_sizes=True)
     model.save_pretrained(tmp_path / "model")
@@ -53,7 +52,7 @@ def test_a_regression_has_a_rank_correlation(command: Command, tiny_bert: Path, 
     tokenizer.save_pretrained(tmp_path / "model")
     with torch.no_grad():
         outputs = [float(model.eval()(**tokenizer(*pair, return_tensors="pt")).logits) for pair in PAIRS]
-    numbers = [(row % 5) * factor for row in range(len(PAIRS))]
+    numbers = [(row % 5) * -0.5 for row in range(len(PAIRS))]
     wanted = spearmanr(outputs, numbers).statistic
     data = tmp_path / "pairs.jsonl"
     rows = ({"one": one, "other": other, "score": score} for (one, other), score in zip(PAIRS, numbers, strict=True))

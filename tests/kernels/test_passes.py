@@ -115,7 +115,7 @@ def test_linear_attention_runs_the_form_that_was_chosen(
 
 def test_a_compiler_is_given_the_general_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """It plans memory by itself, and would unroll the blocks of a long sequence."""
-    model = perturb(patch_model(fresh("bert"), "modern_hopfield"))
+    model = perturb(patch_model(fresh("bert", num_hidden_layers=2), "modern_hopfield"))
     batch = zoo.inputs("bert", batch=2, length=9)
     wanted = model(**batch).logits
     monkeypatch.setattr(dispatch, "LONG", 9)

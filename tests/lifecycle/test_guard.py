@@ -94,7 +94,7 @@ def test_compiled(name: str, variant: str) -> None:
 @pytest.mark.usefixtures("_forget_graphs")
 def test_compiled_layer_by_layer() -> None:
     """Each layer on its own, as programs compile large models."""
-    model = patch_model(fresh("llama"), KINDS[0])
+    model = patch_model(fresh("llama", num_hidden_layers=2), KINDS[0])
     wanted = forward(model, batch_of("llama"))
     for layer in model.model.layers:
         layer.compile(backend="eager")

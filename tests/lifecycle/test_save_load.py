@@ -53,7 +53,7 @@ def test_fresh_process(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory)
     The families take turns.
     """
     made = []
-    for name, cell in turns(FAMILY_NAMES, [*OPTION_CELLS, *((name, {}) for name in PAIRS[:3])]):
+    for name, cell in turns(FAMILY_NAMES, [*OPTION_CELLS, (PAIRS[0], {})]):
         made.append(f"{name}-{label(cell)}")
         save(perturb(swap_in(fresh(name, torch.float32), cell[0], **cell[1])), tmp_path / made[-1])
     for name, variant in turns(FAMILY_NAMES, one_per_place()):
@@ -136,7 +136,7 @@ def test_a_head_loads_from_a_bare_checkpoint(name: str, tmp_path: Path) -> None:
         assert torch.equal(loaded.base_model(**batch)[0], model(**batch)[0])
 
 
-@pytest.mark.parametrize("variant", one_per_place())
+@pytest.mark.parametrize("variant", ["belief_star", "simpletron_resl"])
 def test_other_ways_to_load(variant: str, tmp_path: Path) -> None:
     """Through the config object, a device map, a dtype, a state dict, and with our own name given by hand."""
     model = perturb(patch_model(fresh("bert", torch.float32), variant, strength=0.3))

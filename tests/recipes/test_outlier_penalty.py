@@ -30,8 +30,7 @@ def largest(model: Any, ids: torch.Tensor) -> float:
     return max(results)
 
 
-@pytest.mark.parametrize("weight", [0.0, 1.0])
-def test_the_penalty(weight: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_penalty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(97, 122, (256, 12), generator=torch.Generator().manual_seed(0))
     texts = ["".join(map(chr, row)) for row in ids.tolist()]
     Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "texts.parquet")
@@ -41,13 +40,10 @@ def test_the_penalty(weight: float, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model.save_pretrained(tmp_path / "model")
     byte_tokenizer("right").save_pretrained(tmp_path / "model")
     words = [str(tmp_path / name) for name in ("model", "texts.parquet", "out")]
-    options = f"--weight {weight} --batch 8 --length 16 --learning-rate 0.05 --scale 4".split()
+    options = ["--weight", "1.0", "--batch", "8", "--length", "16", "--learning-rate", "0.05", "--scale", "4"]
     recipe("outlier_penalty.py", [*words, *options], monkeypatch)
     trained = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert trained.config._attn_implementation == "sdpa"
     before, after = largest(model, ids), largest(trained, ids)
     assert before == pytest.approx(12, rel=0.2)
-    if weight:
-        assert after < 0.95 * before
-    else:  # it is its own teacher, and there is nothing to learn
-        assert after == pytest.approx(before, rel=1e-3)
+    assert after < 0.95 * before

@@ -112,7 +112,7 @@ def trained(*words: object) -> RunResult:
     return RunResult.load(Path(out, variant, "results.json"))
 
 
-@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "vit"])  # encoder, two kinds of padding, images
 def test_a_checkpoint_as_on_the_hub(family: str, tmp_path: Path, capsys: Any) -> None:
     model, out = checkpoint(family, tmp_path / family), tmp_path / "out"
     words = ["--model_name_or_path", model, "--variant", "belief", *SHORT, "--output_dir"]
