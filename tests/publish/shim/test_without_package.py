@@ -14,7 +14,11 @@ from tests.harness.process import python
 
 CHECK = """
 import json, sys
-sys.modules["hf_attn_swap"] = None  # as if it were not installed
+class Missing:
+    def find_spec(self, name, *_):
+        if name == "hf_attn_swap":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, Missing())
 from transformers import AutoModel, AutoModelForMaskedLM, BertForMaskedLM, pipeline
 found = {}
 calls = {cls.__name__: cls.from_pretrained for cls in (AutoModel, AutoModelForMaskedLM, BertForMaskedLM)}
