@@ -12,12 +12,12 @@ import transformers
 from hf_attn_swap import patch_model
 from tests.contract.cells import DEEP, FAMILY_NAMES, OPTION_CELLS, label, swap_in
 from tests.contract.harness import batch_of, forward, fresh, swaps
-from tests.harness.one_swap import has_parameters
+from tests.harness.one_swap import WITH_PARAMETERS
 from tests.harness.places import in_turn, turns
 
 from .steps import auto_class, heads
 
-CELLS = [cell for cell in OPTION_CELLS if has_parameters(cell)]
+CELLS = [cell for cell in OPTION_CELLS if cell[0] in WITH_PARAMETERS]
 
 
 @pytest.fixture
