@@ -16,7 +16,7 @@ from hf_attn_swap import patch_model
 from hf_attn_swap.quantization import Int8Linear, input_ranges, int8_loaded, int8_static, linear
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, padding_side, perturb
-from tests.harness.places import one_per_place, turns
+from tests.harness.places import turns
 
 LINEAR = [name for name in FAMILY_NAMES if name != "gpt2"]
 KINDS = [torch.uint8, torch.int8, None]
@@ -152,7 +152,7 @@ def loaded(folder: Path, dtype: torch.dtype, swapped: bool) -> Any:
 
 @pytest.mark.parametrize(
     ("variant", "dtype"),
-    turns([None, *one_per_place(), "modern_hopfield+belief"], [torch.float32, torch.bfloat16]),
+    turns([None, "gated", "simpletron_resl", "modern_hopfield+belief"], [torch.float32, torch.bfloat16]),
 )
 def test_loads_again(tmp_path: Path, variant: str | None, dtype: torch.dtype) -> None:
     pytest.importorskip("compressed_tensors", reason=LOADS)

@@ -167,7 +167,7 @@ def test_attention_to_two_sequences_at_once_is_refused() -> None:
     assert "another sequence (encoder_hidden_states) at once" in str(describe(model))
 
 
-@pytest.mark.parametrize("model_type", ["nllb-moe", "seamless_m4t", "seamless_m4t_v2"])
+@pytest.mark.parametrize("model_type", ["nllb-moe", "seamless_m4t"])
 def test_cross_attention_by_the_call(model_type: str) -> None:
     """One class serves both places: the decoder layer's call tells them apart."""
     found = sites(fresh(behind(model_type)))

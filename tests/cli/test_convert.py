@@ -289,7 +289,7 @@ def test_measures_read_the_first_rows_with_their_labels(
     assert sorted(torch.cat(list(map(sizes, read(None, 30)))).tolist()) == list(range(31, 61)), "behind those"
 
 
-@pytest.mark.parametrize("more", [(), ("--stream",), ("--split", "train[:50%]")])
+@pytest.mark.parametrize("more", [("--stream",), ("--split", "train[:50%]")])
 def test_rows_to_work_on_are_no_held_out_rows(
     more: tuple[str, ...], command: Command, tiny_bert: Path, tmp_path: Path
 ) -> None:

@@ -69,11 +69,6 @@ def test_a_swapped_checkpoint(command: Command, tiny_bert: Path, labelled_texts:
     assert "strength 0" in done.err
     figures = page(tmp_path / "out")[1]
     assert [row["strength"] for row in figures["swap"]["rows"]] == [0.5, 0.5]
-    wanted = command(
-        "report", tiny_bert, *words(labelled_texts, tmp_path / "stock", "--variant", "softmax", "--task", "AutoModel")
-    )
-    assert wanted.code == 0, wanted.err
-    assert page(tmp_path / "stock")[1]["summary"]["unswapped"] == figures["summary"]["unswapped"]
     refused = command(
         "report", tmp_path / "model", *words(labelled_texts, tmp_path / "out", "--variant", "modern_hopfield")
     )
@@ -129,14 +124,6 @@ def test_an_image_model(command: Command, tmp_path: Path) -> None:
         "report", tmp_path / "model", *words(texts(tmp_path / "t.csv", ["x"]), tmp_path, "--variant", "modern_hopfield")
     )
     assert "takes images" in refused.err
-
-
-def test_one_row_is_said(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
-    data = texts(tmp_path / "one.csv", ["the film was great"])
-    done = command("report", tiny_bert, *words(data, tmp_path, "--variant", "belief"))
-    assert done.code == 0, done.err
-    assert "A single row" in done.err
-    assert "A single row" in page(tmp_path)[0]
 
 
 @pytest.mark.parametrize(

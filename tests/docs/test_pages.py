@@ -39,6 +39,7 @@ TINY = {
     "runs/distil_glue/stsb/softmax/seed-0/model": "tiny-bert",
     "tokens=300_000": "tokens=96",
     "tokens=10_000": "tokens=96",
+    "tokens=7_680": "tokens=96",
 }
 
 

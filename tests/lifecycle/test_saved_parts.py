@@ -85,7 +85,7 @@ def test_another_head_on_a_shared_model(name: str, variant: str, tmp_path: Path)
     assert not torch.allclose(stock, wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["belief_star", "modern_hopfield", "simpletron_resl"])
+@pytest.mark.parametrize("variant", ["belief_star", "modern_hopfield"])
 def test_a_whole_with_a_part_that_was_patched_alone(variant: str, tmp_path: Path) -> None:
     """The whole is saved with a block of its own, and the part with another."""
     model = make("pair")

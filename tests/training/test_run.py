@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +48,6 @@ def test_converted_beside_its_control(tiny: Path, tmp_path: Path, monkeypatch: A
     with pytest.raises(SystemExit, match=r"holds a run with scheduler = None, not cosine"):
         recipe("text_classification.py", [*arguments, "--lr_scheduler_type", "cosine"], monkeypatch)
     assert "difference to the softmax control" in capsys.readouterr().out
-
-
-def test_a_run_records_the_batch_that_a_step_sees(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Accumulated rows count: two runs of the same product may share a folder, others may not."""
-    words = ("--gradient_accumulation_steps", "3", "--max_steps", "1", *NO_SAVING)
-    recipe("text_classification.py", options(tiny, tmp_path, *words), monkeypatch)
-    outcome = json.loads((tmp_path / "softmax" / "seed-0" / "outcome.json").read_text())
-    assert (outcome["settings"]["batch"], outcome["steps"]) == ("24", 1)
-    assert RunResult.load(tmp_path / "softmax" / "results.json").budget.batch_size == 24
-    with pytest.raises(SystemExit, match="holds a run with batch = 24, not 8"):
-        recipe("text_classification.py", options(tiny, tmp_path, "--max_steps", "1", *NO_SAVING), monkeypatch)
-
-
-def test_same_seed_same_weights(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    weights = []
-    for name in ("a", "b"):
-        recipe("text_classification.py", options(tiny, tmp_path / name, *NO_SAVING), monkeypatch)
-        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / name / "softmax" / "seed-0" / "model")
-        weights.append(torch.cat([p.flatten() for p in model.parameters()]))
-    assert torch.equal(*weights)
 
 
 def test_transfer_back(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
