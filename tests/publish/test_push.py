@@ -42,9 +42,11 @@ print(json.dumps([type(model).__module__, swaps, equal]))
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A Hub to which huggingface_hub's client in this process sends, too."""
+    """A Hub to which huggingface_hub's client in this process sends, and from which it reads."""
     with Hub() as running:
-        for name, value in {"ENDPOINT": running.url, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}.items():
+        settings = {"ENDPOINT": running.url, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}
+        settings["HUGGINGFACE_CO_URL_TEMPLATE"] = running.url + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in settings.items():
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setenv("HF_TOKEN", WRITER)
         yield running
