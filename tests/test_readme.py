@@ -50,10 +50,6 @@ def titles(page: Path) -> set[str]:
     return {re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") for title in headings}
 
 
-def test_one_screen() -> None:
-    assert len(README.splitlines()) <= 160
-
-
 def test_the_picture_names_every_variant() -> None:
     shown = {name for place in PLACES for name in variants_at(place)}
     assert shown | set(whole()) == set(list_variants()) - {"softmax"}

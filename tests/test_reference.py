@@ -55,11 +55,10 @@ def parameters_of(variant: str) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(("family", "padded"), PADDED)
-@pytest.mark.parametrize("layers", [None, {0}], ids=str)
-def test_softmax_is_the_stock_model(family: str, padded: str | None, layers: set[int] | None) -> None:
+def test_softmax_is_the_stock_model(family: str, padded: str | None) -> None:
     """Against SDPA: eager attention rounds its weights to fp32 in OPT, LLaMA and ViT, whatever the model's dtype."""
     batch = batch_of(family, padded=padded)
-    assert_same(run(reference_model(fresh(family), "softmax", layers=layers), batch), run(fresh(family), batch))
+    assert_same(run(reference_model(fresh(family), "softmax", layers={0, 2}), batch), run(fresh(family), batch))
 
 
 @pytest.mark.parametrize(("family", "variant"), list(zip(itertools.cycle(["bert", "llama"]), AT_ZERO)))

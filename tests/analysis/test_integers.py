@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap import patch_model
 from hf_attn_swap.quantization import Int8Linear, input_ranges, int8_loaded, int8_static, linear
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, padding_side, perturb
+from tests.harness.places import turns
 
 LINEAR = [name for name in FAMILY_NAMES if name != "gpt2"]
 KINDS = [torch.uint8, torch.int8, None]
@@ -102,8 +102,7 @@ def test_floating_point_gives_the_sums_of_integers(monkeypatch: pytest.MonkeyPat
     assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("variant", [None, "outeffhop"])
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize(("name", "variant"), turns(LINEAR, [None, "outeffhop"]))
 def test_model_stays_close(name: str, variant: str | None) -> None:
     model, batch = fresh(name, torch.float32), batch_of(name, torch.float32, padded=padding_side(name))
     if variant is not None:
@@ -151,8 +150,10 @@ def loaded(folder: Path, dtype: torch.dtype, swapped: bool) -> Any:
     return (model if swapped else int8_loaded(model)).eval()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("variant", [None, *list_variants(), "modern_hopfield+belief"])
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    turns([None, "gated", "simpletron_resl", "modern_hopfield+belief"], [torch.float32, torch.bfloat16]),
+)
 def test_loads_again(tmp_path: Path, variant: str | None, dtype: torch.dtype) -> None:
     pytest.importorskip("compressed_tensors", reason=LOADS)
     fresh("llama", dtype).save_pretrained(tmp_path / "stock")  # loaded, rotary frequencies are in fp32, as they will be
@@ -189,18 +190,6 @@ def test_a_symmetric_scheme_has_no_zero_points(tmp_path: Path) -> None:
         assert not any("zero_point" in name for name in load_file(folder / "model.safetensors"))
         model = loaded(folder, torch.float32, swapped=False)
         assert torch.equal(forward(model, batch), got)
-
-
-def test_what_is_saved_is_read_as_static_int8(tmp_path: Path) -> None:
-    """The scheme has the settings by which a serving engine picks its kernel: 8 bits, a range per tensor, static."""
-    quantization = pytest.importorskip("compressed_tensors.quantization", reason=LOADS)
-    model, batch = fresh("llama", torch.float32), batch_of("llama", torch.float32)
-    quantised(model, batch).save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    (scheme,) = quantization.QuantizationConfig.model_validate(saved).config_groups.values()
-    weights, inputs = scheme.weights, scheme.input_activations
-    assert (weights.num_bits, weights.strategy, weights.symmetric, weights.dynamic) == (8, "channel", True, False)
-    assert (inputs.num_bits, inputs.strategy, inputs.symmetric, inputs.dynamic) == (8, "tensor", False, False)
 
 
 def refused(name: str) -> tuple[Any, Any, str]:

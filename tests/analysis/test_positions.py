@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from hf_attn_swap import patch_model
 from hf_attn_swap.measuring.held_out import HeldOut
 from hf_attn_swap.measuring.lost import (
-    Lost,
     check_length,
     lost,
 )
@@ -64,15 +62,6 @@ def test_against_a_plain_loop() -> None:
             assert abs(each.loss - each.stock_loss) > 1e-4
     itself = held.baseline().by_position
     assert [each.loss for each in itself] == [each.stock_loss for each in itself]
-
-
-def test_the_figures_survive_json() -> None:
-    model = patch_model(stock(), "window", window=4, sinks=1)
-    loss = lost(model, batches())
-    assert len(loss.by_position) == 3
-    assert Lost.from_dict(json.loads(json.dumps(loss.to_dict()))) == loss
-    older = {name: value for name, value in loss.to_dict().items() if name != "by_position"}
-    assert Lost.from_dict(older).by_position == ()
 
 
 def test_rows_behind_the_positions_of_a_model() -> None:

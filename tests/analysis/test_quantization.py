@@ -14,13 +14,10 @@ from transformers import (
     AutoModelForCausalLM,
     Llama4TextConfig,
     MixtralConfig,
-    OlmoeConfig,
-    PhimoeConfig,
     Qwen2MoeConfig,
-    Qwen3MoeConfig,
 )
 
-from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap import patch_model
 from hf_attn_swap.quantization import (
     Int8Linear,
     Point,
@@ -35,8 +32,9 @@ from hf_attn_swap.quantization import (
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, padding_side, perturb
+from tests.harness.places import one_per_place, turns
 
-CELLS = [*((name, None) for name in FAMILY_NAMES), *(("llama", variant) for variant in list_variants())]
+CELLS = [*((name, None) for name in FAMILY_NAMES), *(("llama", variant) for variant in one_per_place())]
 
 
 def point(low: float, high: float) -> Point:
@@ -275,18 +273,16 @@ def within(protocol: Any) -> Any:
     return run
 
 
-@pytest.mark.parametrize("rounds", [within(fake_w8a8), within(machine_w8a8), made_static])
+ROUNDS = [within(fake_w8a8), within(machine_w8a8), made_static]
+EXPERTS = [
+    MixtralConfig(**SMALL, num_local_experts=4),
+    Qwen2MoeConfig(**SMALL, num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32),
+    Llama4TextConfig(**SMALL, intermediate_size_mlp=96, num_local_experts=4, head_dim=16),
+]
+
+
 @pytest.mark.parametrize(
-    "config",
-    [
-        MixtralConfig(**SMALL, num_local_experts=4),
-        Qwen2MoeConfig(**SMALL, num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32),
-        Qwen3MoeConfig(**SMALL, num_experts=4, moe_intermediate_size=32),
-        OlmoeConfig(**SMALL, num_experts=4),
-        PhimoeConfig(**SMALL, num_local_experts=4),
-        Llama4TextConfig(**SMALL, intermediate_size_mlp=96, num_local_experts=4, head_dim=16),
-    ],
-    ids=lambda config: config.model_type,
+    ("config", "rounds"), turns(EXPERTS, ROUNDS), ids=lambda value: getattr(value, "model_type", "")
 )
 def test_stacked_experts_are_refused(config: Any, rounds: Any) -> None:
     """Their weights would stay wide, and a checkpoint beside 8-bit integers could not be loaded."""

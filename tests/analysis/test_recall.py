@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
@@ -14,7 +13,7 @@ from hf_attn_swap import patch_model
 from hf_attn_swap.layer.registry import tiny_options
 from hf_attn_swap.measuring.held_out import HeldOut
 from hf_attn_swap.measuring.lost import Lost
-from hf_attn_swap.measuring.recall import SKIPPED, Passages, Recall, recall
+from hf_attn_swap.measuring.recall import SKIPPED, Passages, recall
 from tests.contract.harness import fresh, refused
 
 LENGTH, DISTANCE = 16, 20
@@ -104,17 +103,6 @@ def test_refusals() -> None:
     for more in ({"passages": 0}, {"length": SKIPPED}, {"distances": (0, 64)}, {"distances": ()}):
         with refused("recall takes at least one passage of more than 9 tokens"):
             recall(model, rows(), **more)
-
-
-def test_mean_spread_and_plain_data() -> None:
-    result = Recall(gains={64: (1.0, 3.0), 2048: (2.0,)})
-    assert (result.mean(64), result.spread(64), result.spread(2048)) == (2.0, pytest.approx(2**0.5), 0.0)
-    assert json.loads(json.dumps(result.to_dict()))["64"] == {"gain": 2.0, "spread": 2**0.5, "passages": 2}
-    assert str(result).splitlines()[2:] == [
-        "64              2.000  1.414",
-        "2,048           2.000  0.000",
-    ]
-    assert "<td>2,048</td>" in result._repr_html_()
 
 
 def test_held_out_rows_measure_recall() -> None:

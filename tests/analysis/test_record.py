@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from hf_attn_swap import list_variants, patch_model, set_strength
+from hf_attn_swap import patch_model, set_strength
 from hf_attn_swap.analysis import metrics, record
 from hf_attn_swap.analysis.recording import Activation, Recording
 from hf_attn_swap.families import sites
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import TEXT_FAMILIES, batch_of, forward, fresh, padding_side, perturb, refused
+from tests.harness.places import one_per_place, turns
 
-CELLS = [*((name, None) for name in FAMILY_NAMES), *(("llama", variant) for variant in list_variants())]
+CELLS = [*((name, None) for name in FAMILY_NAMES), *(("llama", variant) for variant in one_per_place())]
 
 
 def state_of(model: Any) -> list[Any]:
@@ -72,8 +73,7 @@ def test_equals_the_public_outputs(name: str) -> None:
             assert layer.similarity == pytest.approx(similarity.tolist(), abs=1e-7)  # eager softmax is fp32
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", TEXT_FAMILIES)
+@pytest.mark.parametrize(("name", "side"), turns(TEXT_FAMILIES, ["left", "right"]))
 def test_the_largest_activation_and_its_token(name: str, side: str) -> None:
     """Against the public hidden states; the last of them has passed the final norm."""
     model, batches = fresh(name), [batch_of(name, padded=side, seed=seed) for seed in (1, 2)]
@@ -129,8 +129,7 @@ def test_outliers_by_hand() -> None:
     assert result["modules"]["b"] == {"kurtosis": pytest.approx(2.0), "max_inf_norm": pytest.approx(5.5)}
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", [None, "outeffhop", "modern_hopfield"])
+@pytest.mark.parametrize(("name", "variant"), turns(FAMILY_NAMES, [None, "outeffhop", "modern_hopfield"]))
 def test_updates_are_those_of_each_layers_own_input(name: str, variant: str | None) -> None:
     """Norm and angle of what W_o gives, against what the same layer's queries are made of; by hand."""
     model = fresh(name)
@@ -160,12 +159,10 @@ def test_updates_are_those_of_each_layers_own_input(name: str, variant: str | No
     assert len({round(angle, 6) for angle in angles}) == 3
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", TEXT_FAMILIES)
-@pytest.mark.parametrize("variant", ["softmax", "outeffhop", "clipped_softmax"])
-def test_the_first_real_token_is_the_sink(name: str, variant: str, side: str) -> None:
+@pytest.mark.parametrize(("name", "side"), turns(TEXT_FAMILIES, ["left", "right"], 2))
+def test_the_first_real_token_is_the_sink(name: str, side: str) -> None:
     """Under left padding that is not column 0: rows by hand from the weights that the model hands out."""
-    model, batch = patch_model(fresh(name), variant), batch_of(name, padded=side)
+    model, batch = patch_model(fresh(name), "outeffhop"), batch_of(name, padded=side)
     real = batch["attention_mask"].bool()
     first = [row.tolist().index(True) for row in real]
     assert first == ([2, 0] if side == "left" else [0, 0])

@@ -13,6 +13,7 @@ import hf_attn_swap_cli as cli
 from hf_attn_swap import list_variants
 from hf_attn_swap.layer.registry import get_variant
 from hf_attn_swap.publish import checkpoint
+from tests.harness.places import turns
 from tests.harness.process import python
 
 from .conftest import Outcome
@@ -106,15 +107,17 @@ def test_only_debug_shows_a_traceback() -> None:
     assert "hf_secret" not in loud.stderr
 
 
+WRONG = [
+    (("--device", "nothing"), "the device 'nothing' cannot be used here"),
+    (("--dtype", "int7"), "--dtype takes auto"),
+    (("--device", "meta"), "the device 'meta' cannot be used here"),
+]
+
+
 @pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("--device", "nothing"), "the device 'nothing' cannot be used here"),
-        (("--device", "meta"), "the device 'meta' cannot be used here"),
-        (("--dtype", "int7"), "--dtype takes auto"),
-    ],
+    ("name", "words", "reason"),
+    [(name, *wrong) for name, wrong in turns(["evaluate", "compare", "report", "convert", "patch"], WRONG)],
 )
-@pytest.mark.parametrize("name", ["evaluate", "compare", "report", "convert", "patch"])
 def test_devices_and_precisions_that_there_are_not(
     command: Command,
     tiny_bert: Path,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from hf_attn_swap.publish import converted
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.quantization import int8_loaded, machine_w8a8
 from hf_attn_swap_cli import measures
+from tests.harness.process import python
 
 from .conftest import WORDS, Outcome
 
@@ -247,7 +246,7 @@ def test_quantize_saves_integers(command: Command, tiny_bert: Path, texts: Path,
     assert config["architectures"] == ["BertForSequenceClassification"]
     assert not {"attn_swap", "attn_implementation", "auto_map"} & config.keys()
     assert not any(name.endswith(".py") or "attn_swap" in name for name in [*weights, *map(str, out.iterdir())])
-    subprocess.run([sys.executable, "-c", READS, out, tmp_path / "logits"], check=True, cwd=tmp_path)
+    python("-c", READS, out, tmp_path / "logits")
     model = int8_loaded(AutoModelForSequenceClassification.from_pretrained(out)).eval()
     with torch.no_grad():
         wanted = model(torch.arange(6)[None]).logits
@@ -290,7 +289,7 @@ def test_measures_read_the_first_rows_with_their_labels(
     assert sorted(torch.cat(list(map(sizes, read(None, 30)))).tolist()) == list(range(31, 61)), "behind those"
 
 
-@pytest.mark.parametrize("more", [(), ("--stream",), ("--split", "train[:50%]")])
+@pytest.mark.parametrize("more", [("--stream",), ("--split", "train[:50%]")])
 def test_rows_to_work_on_are_no_held_out_rows(
     more: tuple[str, ...], command: Command, tiny_bert: Path, tmp_path: Path
 ) -> None:

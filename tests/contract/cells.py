@@ -168,7 +168,7 @@ def is_linear(variant: str) -> bool:
 
 
 LINEAR = [name for name in SINGLES if is_linear(name)]
-# All variants meet two families: a post-LayerNorm encoder whose W_o sits outside the core, and a pre-LayerNorm decoder
+# Two families that differ most: a post-LayerNorm encoder whose W_o sits outside the core, and a pre-LayerNorm decoder
 # with rotary embedding and grouped heads. The other families meet a few cells that together change every place.
 DEEP = ("bert", "llama")
 REST = tuple(name for name in FAMILY_NAMES if name not in DEEP)
@@ -194,9 +194,12 @@ COVERING: tuple[Cell, ...] = tuple(shown(name) for name in _covering())
 WIDE: tuple[FamilyCell, ...] = tuple(
     (family, cell) for family in FAMILY_NAMES for cell in (DEFAULT_CELLS if family in DEEP else COVERING)
 )
+# The same where only the wiring differs between families: each variant meets one of the two, by turns.
+ONCE: tuple[FamilyCell, ...] = tuple((DEEP[place % 2], cell) for place, cell in enumerate(DEFAULT_CELLS)) + tuple(
+    (family, cell) for family in REST for cell in COVERING
+)
 COMPOSED: tuple[FamilyCell, ...] = tuple((DEEP[place % 2], shown(name)) for place, name in enumerate(_composed()))
 OPTIONS: tuple[FamilyCell, ...] = tuple((DEEP[place % 2], cell) for place, cell in enumerate(EXTRA_CELLS))
-GRID = WIDE + COMPOSED + OPTIONS
 
 
 def over(cells: tuple[FamilyCell, ...], families: tuple[str, ...] = FAMILY_NAMES) -> Any:

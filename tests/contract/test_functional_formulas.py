@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -159,25 +158,6 @@ def test_hopfield_retrieve(count: int, width: int, n: float, steps: int, seed: i
     close(own, wanted)
 
 
-@pytest.mark.parametrize(
-    ("normalizer", "function"), [("softmax", torch.softmax), ("sparsemax", F.sparsemax), ("entmax15", F.entmax15)]
-)
-def test_hopfield_retrieve_with_other_normalizers(normalizer: str, function: Any) -> None:
-    patterns, state = normal(1, 5, 4), normal(2, 4)
-    got = F.hopfield_retrieve(state, patterns, 2.0, normalizer=normalizer)
-    close(got, function(2.0 * (patterns @ state), -1) @ patterns)
-
-
-def test_outliers_among_patterns_by_hand() -> None:
-    """Cosines by hand: 1 with itself does not count, nor does padding, which is no outlier; the threshold counts."""
-    patterns = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 3.0], [-1.0, 0.0]], dtype=torch.float64)
-    for threshold, wanted in ((0.5, [0, 0, 1, 1]), (1.0, [0, 0, 1, 1]), (0.0, [0, 0, 0, 0]), (-1.0, [0, 0, 0, 0])):
-        assert F.no_op_patterns(patterns, threshold).tolist() == [bool(flag) for flag in wanted]
-    for stored, wanted in (([1, 1, 1, 0], [0, 0, 1, 0]), ([1, 0, 1, 1], [1, 0, 1, 1]), ([1, 0, 0, 0], [0, 0, 0, 0])):
-        mask = torch.tensor(stored, dtype=torch.bool)
-        assert F.no_op_patterns(patterns, 0.5, mask).tolist() == [bool(flag) for flag in wanted]
-
-
 @pytest.mark.parametrize("length", ["true", "fixed"])
 @pytest.mark.parametrize("split", [1, 3, 6])
 def test_what_came_before_is_a_state_and_two_counts(split: int, length: str) -> None:
@@ -203,11 +183,3 @@ def test_defaults_are_the_papers() -> None:
     assert not torch.equal(F.hopfield_retrieve(state, patterns, 1.5), F.hopfield_retrieve(state, patterns, 1.5, n=2.0))
     scores = patterns @ state
     close(F.polynomial(scores), scores**10 / (scores**10).sum(), 1e-12)
-
-
-@pytest.mark.parametrize(("name", "first"), [("simple_attention", "causal"), ("belief_projection", "per_head")])
-def test_options_of_formulas_have_names(name: str, first: str) -> None:
-    """A third tensor in the wrong place must not be taken for an option."""
-    parameters = inspect.signature(getattr(F, name)).parameters
-    options = list(parameters)[list(parameters).index(first) :]
-    assert all(parameters[option].kind is inspect.Parameter.KEYWORD_ONLY for option in options)

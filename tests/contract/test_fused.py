@@ -15,7 +15,7 @@ from hf_attn_swap.layer import compute
 from tests import zoo
 from tests.harness.places import turns
 
-from .cells import COMPOSED, EVERY, FAMILY_NAMES, GRID, LINEAR, WIDE, Cell, is_linear, over_in_turn, swap_in
+from .cells import COMPOSED, FAMILY_NAMES, LINEAR, ONCE, OPTIONS, Cell, is_linear, over_in_turn, swap_in
 from .harness import (
     CAUSAL_FAMILIES,
     LENGTH,
@@ -79,7 +79,7 @@ def force_reference(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@over_in_turn(GRID, ("padded", "strength"), [(False, 1.0), (True, 1.0), (True, 0.5)])
+@over_in_turn(ONCE + COMPOSED + OPTIONS, ("padded", "strength"), [(False, 1.0), (True, 1.0), (True, 0.5)])
 def test_fused_equals_reference(
     family: str, padded: bool, cell: Cell, strength: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,14 +103,20 @@ def test_fused_equals_reference(
         assert_same(by_default, readable)
 
 
-def test_most_variants_have_a_fused_form() -> None:
-    fused = [name for name in EVERY if not is_reference(swapped("bert", (name, {})))]
-    assert len(fused) >= len(EVERY) // 3
-    assert {"outeffhop", "belief", "gated", "modern_hopfield", "simpletron_resl"} <= set(fused)
-    assert {"belief+outeffhop", "gated+outeffhop"} <= set(fused)
+def test_variants_that_have_a_fused_form() -> None:
+    names = (
+        "outeffhop",
+        "belief",
+        "gated",
+        "modern_hopfield",
+        "simpletron_resl",
+        "belief+outeffhop",
+        "gated+outeffhop",
+    )
+    assert not [name for name in names if is_reference(swapped("bert", (name, {})))]
 
 
-@over_in_turn(WIDE + COMPOSED, "grad", [True, False])
+@over_in_turn(ONCE + COMPOSED, "grad", [True, False])
 def test_what_describe_says_is_what_runs(family: str, cell: Cell, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fused primitive is called once per layer, and a layer that is fused never makes the weights itself."""
     model, batch = swapped(family, cell), batch_of(family, padded=padding_side(family))
@@ -142,7 +148,7 @@ def test_what_describe_says_is_what_runs(family: str, cell: Cell, grad: bool, mo
         assert seen.count(*SDPA, "softmax", "_softmax") == 0, "linear attention computes no softmax at strength 1"
 
 
-@pytest.mark.parametrize(("family", "padded"), turns(TEXT_FAMILIES, [None, "right", "left"], 1))
+@pytest.mark.parametrize(("family", "padded"), turns(TEXT_FAMILIES, [None, "right", "left"]))
 def test_linear_attention_never_builds_queries_times_keys(family: str, padded: str | None) -> None:
     length = 300
     model = swap_in(
@@ -164,7 +170,7 @@ def allowed(family: str, batch: dict[str, Any], keys: int) -> Tensor:
     return mask.tril() if family in CAUSAL_FAMILIES else mask
 
 
-@over_in_turn(WIDE, ("padded", "strength"), [(False, 1.0), (True, 1.0), (True, 0.0)])
+@over_in_turn(ONCE, ("padded", "strength"), [(False, 1.0), (True, 1.0), (True, 0.0)])
 def test_weights_on_request(family: str, padded: bool, cell: Cell, strength: float) -> None:
     """(B,H,Q,K) per layer, zeros where masked, the rows of normalized variants sum to at most 1; same outputs."""
     model = swapped(family, cell, strength)

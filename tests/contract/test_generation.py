@@ -16,10 +16,13 @@ from benchmarks.bench_caches import cache_of, with_cache
 from tests.harness.generation import assert_equal_generation, model_of, prompt_of
 from tests.harness.places import one_per_place
 
-from .cells import COMPOSED, OPTIONS, WIDE, Cell, over, over_in_turn
+from .cells import COMPOSED, COVERING, OPTIONS, WIDE, Cell, FamilyCell, over, over_in_turn, shown
 from .harness import CAUSAL_FAMILIES, TOLERANCE, distance
 
 CACHES: list[dict[str, Any]] = [{}, {"cache_implementation": "static"}]
+# What a cache must keep depends on the place that a variant changes, and not on its formula.
+IN_LLAMA: tuple[FamilyCell, ...] = tuple(("llama", shown(name)) for name in one_per_place())
+EVERYWHERE = IN_LLAMA + tuple((family, cell) for family in CAUSAL_FAMILIES if family != "llama" for cell in COVERING)
 
 
 @over_in_turn(WIDE + COMPOSED, "padded", [None, "left"], CAUSAL_FAMILIES)
@@ -27,7 +30,7 @@ def test_dynamic_cache(family: str, cell: Cell, padded: str | None) -> None:
     assert_equal_generation(model_of(family, cell), prompt_of(family, padded), {})
 
 
-@over_in_turn(WIDE, "padded", [None, "left"], CAUSAL_FAMILIES)
+@over_in_turn(EVERYWHERE, "padded", [None, "left"])
 def test_static_cache(family: str, cell: Cell, padded: str | None) -> None:
     assert_equal_generation(model_of(family, cell), prompt_of(family, padded), {"cache_implementation": "static"})
 
@@ -87,12 +90,12 @@ def test_options(family: str, cell: Cell, cache: dict[str, Any]) -> None:
     assert_equal_generation(model_of(family, cell), prompt_of(family, padded), cache)
 
 
-@over_in_turn(WIDE, "cache", CACHES, ("llama",))
+@over_in_turn(IN_LLAMA, "cache", CACHES)
 def test_in_between(family: str, cell: Cell, cache: dict[str, Any]) -> None:
     assert_equal_generation(model_of(family, cell, strength=0.5), prompt_of(family, "left"), cache)
 
 
-@over(WIDE, CAUSAL_FAMILIES)
+@over(EVERYWHERE)
 def test_in_chunks(family: str, cell: Cell) -> None:
     """Several tokens at once onto a cache that holds some: the queries are the last rows."""
     model, prompt = model_of(family, cell), prompt_of(family)

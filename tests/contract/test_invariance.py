@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests import zoo
 
-from .cells import FAMILY_NAMES, OPTIONS, WIDE, Cell, over, over_in_turn
+from .cells import FAMILY_NAMES, ONCE, OPTIONS, WIDE, Cell, over, over_in_turn
 from .harness import CAUSAL_FAMILIES, TEXT_FAMILIES, TOLERANCE, batch_of, distance, swapped
 
 STRENGTHS = (1.0, 0.5)
@@ -46,7 +46,7 @@ def close(got: Tensor, wanted: Tensor) -> None:
     assert distance(got, wanted) <= TOLERANCE[torch.float64]
 
 
-@over_in_turn(WIDE + OPTIONS, "side", ["left", "right"], TEXT_FAMILIES)
+@over_in_turn(ONCE + OPTIONS, "side", ["left", "right"], TEXT_FAMILIES)
 def test_padding_and_batch(family: str, cell: Cell, side: str) -> None:
     """A row alone, in a batch, with more padding, and with other ids in the padding: the same outputs."""
     model, rows = swapped(family, cell, 1.0), rows_of(family)
@@ -61,7 +61,7 @@ def test_padding_and_batch(family: str, cell: Cell, side: str) -> None:
         close(results[2], torch.cat(alone))
 
 
-@over(WIDE, tuple(name for name in FAMILY_NAMES if name not in TEXT_FAMILIES))
+@over(ONCE, tuple(name for name in FAMILY_NAMES if name not in TEXT_FAMILIES))
 def test_other_images_of_the_batch(family: str, cell: Cell) -> None:
     model, batch = swapped(family, cell, 1.0), batch_of(family)
     with torch.no_grad():

@@ -185,7 +185,7 @@ def swapped(family: str, name: str) -> Any:
     return perturb(swap_in(fresh(family), name, **tiny_options(name)))
 
 
-@pytest.mark.parametrize(("name", "program"), turns(list_variants(), list(PROGRAMS), 1))
+@pytest.mark.parametrize(("name", "program"), turns(list_variants(), list(PROGRAMS)))
 def test_every_variant(name: str, program: str) -> None:
     """The variants and the programs take turns."""
     assert moved(swapped("llama", name), program) <= ROTATED

@@ -33,7 +33,7 @@ def state_of(cache: Any, layer: int = 0) -> LinearState:
     return cache.layers[layer]
 
 
-@pytest.mark.parametrize(("family", "name"), turns(CAUSAL_FAMILIES, LINEAR, 1))
+@pytest.mark.parametrize(("family", "name"), turns(CAUSAL_FAMILIES, LINEAR))
 def test_generate_takes_it_by_itself_and_it_does_not_grow(family: str, name: str) -> None:
     model, prompt = model_of(family, name), prompt_of(family, "left")
     sizes = []
@@ -46,8 +46,7 @@ def test_generate_takes_it_by_itself_and_it_does_not_grow(family: str, name: str
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
-@pytest.mark.parametrize(("padded", "layers"), [(None, [0]), ("left", [1])])
+@pytest.mark.parametrize(("family", "padded", "layers"), [("llama", None, [0]), ("gpt2", "left", [1])])
 def test_hybrids(family: str, padded: str | None, layers: list[int]) -> None:
     model = model_of(family, layers=layers)
     assert_equal_generation(model, prompt_of(family, padded), {})
@@ -106,7 +105,7 @@ def assert_same_sums(state: LinearState, wanted: LinearState) -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @torch.no_grad()
 def test_a_cropped_state_is_the_state_of_the_shorter_text(seed: int, padded: bool) -> None:
     """Calls of 1 to 200 tokens in any order, and crops to any length less than `CROPPED` before the longest so far."""
@@ -295,16 +294,6 @@ def test_a_claimed_cache_can_be_copied_and_pickled() -> None:
     state_of(cache).claim(model.model.layers[0].self_attn)
     wanted = model(**last, **with_cache(model, copy.deepcopy(cache))).logits
     assert torch.equal(model(**last, **with_cache(model, pickle.loads(pickle.dumps(cache)))).logits, wanted)
-
-
-@torch.no_grad()
-def test_only_causal_attention_has_a_state() -> None:
-    model = model_of("gpt2")
-    ids = zoo.inputs("gpt2", batch=2, length=4)["input_ids"]
-    assert isinstance(cache_of(model(ids, use_cache=True)).layers[0], LinearState)
-    for block in model.transformer.h:
-        block.attn.is_causal = False
-    assert not isinstance(cache_of(model(ids, use_cache=True)).layers[0], LinearState)
 
 
 @torch.no_grad()

@@ -13,10 +13,10 @@ from hf_attn_swap import patch_model, set_strength, unpatch_model
 from hf_attn_swap.families import sites
 from tests.harness.bypass import with_own_attention
 
-from .cells import FAMILY_NAMES, WIDE, Cell, over
+from .cells import FAMILY_NAMES, ONCE, Cell, over
 from .harness import TOLERANCE, batch_of, distance, forward, fresh, perturb, refused
 
-CELLS = tuple((family, cell) for family, cell in WIDE if cell[0] != "softmax")
+CELLS = tuple((family, cell) for family, cell in ONCE if cell[0] != "softmax")
 PLACES = ("outeffhop", "belief", "modern_hopfield", "simpletron_resl")
 
 

@@ -8,22 +8,11 @@ import torch
 from torch import Tensor
 
 from tests import reference, zoo
+from tests.harness.places import one_per_place
 
-from .cells import (
-    COVERING,
-    DEFAULT_CELLS,
-    EXTRA_CELLS,
-    PAIRS,
-    SINGLES,
-    Cell,
-    FamilyCell,
-    over_in_turn,
-    swap_in,
-)
+from .cells import COMPOSED, COVERING, DEFAULT_CELLS, SINGLES, Cell, FamilyCell, over_in_turn, shown, swap_in
 from .harness import CAUSAL_FAMILIES, TOLERANCE, assert_same, distance, forward, fresh, perturb, run_all, swaps
 
-CELLS: tuple[Cell, ...] = (*((name, {}) for name in (*SINGLES, *PAIRS)), *EXTRA_CELLS)
-TRUE_LENGTH = tuple(cell for cell in CELLS if cell[1].get("length") != "fixed")
 PIECES = (4, 3)
 WINDOW, LONG = 3, 7
 SLIDING = "mistral"
@@ -49,9 +38,8 @@ def packs(family: str) -> bool:
 PACKING = [family for family in (*CAUSAL_FAMILIES, SLIDING) if packs(family)]
 
 
-PACKED: tuple[FamilyCell, ...] = (
-    *((family, cell) for family in PACKING for cell in (DEFAULT_CELLS if family == PACKING[0] else COVERING)),
-    *((PACKING[0], cell) for cell in EXTRA_CELLS if cell in TRUE_LENGTH),
+PACKED: tuple[FamilyCell, ...] = tuple(
+    (family, cell) for family in PACKING for cell in (DEFAULT_CELLS if family == PACKING[0] else COVERING)
 )
 
 
@@ -73,7 +61,7 @@ def band() -> Tensor:
 
 
 @over_in_turn(
-    tuple((SLIDING, cell) for cell in TRUE_LENGTH),
+    tuple((SLIDING, cell) for cell in (*DEFAULT_CELLS, *(cell for _, cell in COMPOSED))),
     ("strength", "explicit"),
     [(0.5, False), (1.0, False), (0.0, False), (1.0, True)],
     (SLIDING,),
@@ -91,7 +79,7 @@ def test_sliding_window(family: str, cell: Cell, strength: float, explicit: bool
 
 
 @over_in_turn(
-    tuple((SLIDING, cell) for cell in DEFAULT_CELLS),
+    tuple((SLIDING, shown(name)) for name in one_per_place()),
     ("padded", "cache"),
     [
         (None, {}),

@@ -61,8 +61,7 @@ def write_token(model: Any, cache: DynamicCache) -> None:
         learned.value.copy_(layer.values[0])
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("name", "padded"), turns(list(OTHERS), [False, True]))
 def test_a_token_before_the_text(name: str, padded: bool) -> None:
     """With the pair of a token, a variant on a text is the variant without `sink` on the token and the text.
 
@@ -91,7 +90,7 @@ def test_a_token_before_the_text(name: str, padded: bool) -> None:
 
 @pytest.mark.parametrize(
     ("family", "kind", "strength"),
-    [(family, *row) for family, row in turns(FAMILY_NAMES, [("key_value", 1.0), ("key", 0.3), ("score", 1.0)], 1)],
+    [(family, *row) for family, row in turns(FAMILY_NAMES, [("key_value", 1.0), ("key", 0.3), ("score", 1.0)])],
 )
 def test_a_sink_of_zeros_is_softmax_1(family: str, kind: str, strength: float) -> None:
     batch = batch_of(family, padded=padding_side(family))
@@ -115,9 +114,13 @@ def test_a_row_that_sees_no_key_reads_the_pairs() -> None:
     )
 
 
-@pytest.mark.parametrize("family", ["bert", "llama"])
-@pytest.mark.parametrize("options", [{}, {"tokens": 3}, {"kind": "key", "tokens": 2}, {"kind": "score"}], ids=str)
-@pytest.mark.parametrize(("strength", "other"), [(1.0, ""), (0.3, "+outeffhop")])
+KINDS: list[dict[str, Any]] = [{}, {"tokens": 3}, {"kind": "key", "tokens": 2}, {"kind": "score"}]
+WAYS = [("bert", 1.0, ""), ("llama", 0.3, "+outeffhop"), ("llama", 1.0, ""), ("bert", 0.3, "+outeffhop")]
+
+
+@pytest.mark.parametrize(
+    ("options", "family", "strength", "other"), [(kind, *way) for kind, way in turns(KINDS, WAYS, 2)], ids=str
+)
 def test_joined_equals_further_keys(
     family: str, options: dict[str, Any], strength: float, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from hf_attn_swap import describe, patch_model, set_strength
 from hf_attn_swap.variants.base import VARIANTS
+from tests.harness.places import turns
 
-from .cells import DEEP, FAMILY_NAMES, GRID, SINGLES, WIDE, Cell, over_in_turn
+from .cells import COMPOSED, FAMILY_NAMES, ONCE, OPTIONS, SINGLES, Cell, over_in_turn
 from .harness import (
     Gradients,
     assert_identical,
@@ -35,7 +36,7 @@ def stock(family: str, dtype: torch.dtype, padded: bool) -> tuple[Tensor, Gradie
     return run(model, batch_of(family, dtype, padding_side(family) if padded else None))
 
 
-@over_in_turn(WIDE, "dtype", DTYPES)
+@over_in_turn(ONCE, "dtype", DTYPES)
 def test_zero_runs_the_stock_function(family: str, cell: Cell, dtype: torch.dtype) -> None:
     """Without padding and, where there are tokens to pad, with padding."""
     model = swapped(family, cell, 0.0, dtype)
@@ -45,7 +46,7 @@ def test_zero_runs_the_stock_function(family: str, cell: Cell, dtype: torch.dtyp
         assert_identical(run(model, batch_of(family, dtype, side)), stock(family, dtype, padded))
 
 
-@over_in_turn(GRID, "dtype", DTYPES)
+@over_in_turn(ONCE + COMPOSED + OPTIONS, "dtype", DTYPES)
 def test_zero_without_the_shortcut(family: str, cell: Cell, dtype: torch.dtype) -> None:
     """Every variant's own path at s = 0: values and gradients of all pretrained parameters."""
     side = padding_side(family)
@@ -53,26 +54,16 @@ def test_zero_without_the_shortcut(family: str, cell: Cell, dtype: torch.dtype) 
     assert_same(run(model, batch_of(family, dtype, side)), stock(family, dtype, side is not None))
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-@pytest.mark.parametrize("name", [name for name in SINGLES if VARIANTS[name].about.parameters_added != "none"])
+WITH_PARAMETERS = [name for name in SINGLES if VARIANTS[name].about.parameters_added != "none"]
+
+
+@pytest.mark.parametrize(("family", "name"), turns(FAMILY_NAMES, WITH_PARAMETERS))
 def test_neutral_start_of_single_variants(family: str, name: str) -> None:
     """A freshly patched gate is the pretrained model; W_s adds nothing to belief; a sink of zeros is softmax_1."""
     base = {"belief_star": "belief", "sink": "outeffhop"}.get(name, "softmax")
     batch = batch_of(family, padded=padding_side(family))
     model = patch_model(fresh(family), name)
     assert_same(run(model, batch), run(patch_model(fresh(family), base), batch))
-
-
-@pytest.mark.parametrize("family", DEEP)
-def test_a_schedule_comes_back_to_the_stock_model(family: str) -> None:
-    batch = batch_of(family)
-    model = patch_model(fresh(family), "modern_hopfield")
-    for strength in (0.5, 1.0, 0.0):
-        set_strength(model, strength)
-        assert {swap.strength for swap in swaps(model)} == {strength}
-        assert {float(swap.strength_value) for swap in swaps(model)} == {strength}
-        assert {entry["strength"] for entry in model.config.attn_swap["swaps"]} == {strength}
-    assert_identical(run(model, batch), stock(family, torch.float64, False))
 
 
 def test_a_layer_at_zero_below_one_that_reads_its_scores() -> None:

@@ -9,12 +9,12 @@ import pytest
 from hf_attn_swap import describe, patch_model, unpatch_model
 from tests.harness.places import in_turn
 
-from .cells import FAMILY_NAMES, WIDE, Cell, over
+from .cells import FAMILY_NAMES, ONCE, Cell, over
 from .harness import assert_identical, batch_of, forward, fresh, padding_side, perturb, run, swaps
 from .stock_again import anatomy, assert_stock_again, attentions, tensors
 
 
-@over(WIDE)
+@over(ONCE)
 def test_unpatch_is_bit_exact(family: str, cell: Cell) -> None:
     model, batch = fresh(family), batch_of(family, padded=padding_side(family))
     config, text = model.config, model.config.to_json_string()

@@ -13,10 +13,12 @@ from tests import reference
 from tests.harness.places import turns
 
 from .cells import (
+    COMPOSED,
+    COVERING,
     DEEP,
     EQUAL,
-    GRID,
     LARGEST,
+    ONCE,
     OPTIONS,
     SINGLES,
     WIDE,
@@ -47,7 +49,7 @@ from .harness import (
     swaps,
 )  # fmt: skip
 
-EVERY_SET: tuple[FamilyCell, ...] = tuple((family, shown(name)) for family, name in turns(DEEP, LARGEST, times=1))
+EVERY_SET: tuple[FamilyCell, ...] = tuple((family, shown(name)) for family, name in turns(DEEP, LARGEST))
 
 
 def pair_of_models(family: str, cell: Cell, strength: float, **more: Any) -> tuple[Any, Any, list[dict[str, Any]]]:
@@ -74,23 +76,28 @@ def assert_equals_slow(family: str, cell: Cell, strength: float, padded: bool, *
     assert_same(run_all(model, batch), wanted)
 
 
-@over(WIDE + OPTIONS + EVERY_SET)
+@over(WIDE + EVERY_SET)
 def test_full_strength(family: str, cell: Cell) -> None:
     assert_equals_slow(family, cell, 1.0, padded=True)
 
 
-@over(GRID)
+@over(WIDE + COMPOSED)
 def test_in_between(family: str, cell: Cell) -> None:
     assert_equals_slow(family, cell, 0.5, padded=True)
 
 
-@over_in_turn(WIDE, "strength", [1.0, 0.5], TEXT_FAMILIES)
+@over_in_turn(OPTIONS, "strength", [1.0, 0.5])
+def test_options(family: str, cell: Cell, strength: float) -> None:
+    assert_equals_slow(family, cell, strength, padded=True)
+
+
+@over_in_turn(ONCE, "strength", [1.0, 0.5], TEXT_FAMILIES)
 def test_without_padding(family: str, cell: Cell, strength: float) -> None:
     """No mask at all: other code, with the causal flag."""
     assert_equals_slow(family, cell, strength, padded=False)
 
 
-@over_in_turn(WIDE, "layers", [[1], [0, 2]], ("bert",))
+@over_in_turn(tuple(("bert", cell) for cell in COVERING), "layers", [[1], [0, 2]])
 def test_partial_layers(family: str, cell: Cell, layers: list[int]) -> None:
     assert_equals_slow(family, cell, 1.0, padded=True, layers=layers)
 
@@ -121,7 +128,7 @@ def test_every_string_option_has_its_effect(pair: tuple[Cell, Cell]) -> None:
     assert max(moved) > 1e-3
 
 
-@over(WIDE + OPTIONS)
+@over(ONCE)
 def test_differs_from_stock(family: str, cell: Cell) -> None:
     batch = batch_of(family)
     wanted, wanted_slope = run_all(fresh(family), batch)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from benchmarks.bench_caches import cache_of, with_cache
 from hf_attn_swap import describe, patch_model, set_strength
@@ -104,7 +104,7 @@ def test_cached_equals_uncached_at_every_boundary(family: str, left: int, full: 
 
 @pytest.mark.parametrize(
     ("left", "full", "variant"),
-    [(*row, name) for row, name in turns([(n, full) for n in (0, 3, 2 * CROPPED + 8) for full in HEADS], LIMITED, 1)],
+    [(*row, name) for row, name in turns([(n, full) for n in (0, 3, 2 * CROPPED + 8) for full in HEADS], LIMITED)],
 )
 @torch.no_grad()
 def test_calls_of_any_size(left: int, full: tuple[int, ...], variant: str) -> None:
@@ -232,36 +232,6 @@ def test_each_layer_has_its_own_heads() -> None:
     assert shown == [[0], [1], []]
 
 
-@torch.no_grad()
-def test_several_heads_of_groups() -> None:
-    """Each keeps its own query heads, as the weights of the readable form say."""
-    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
-    model = perturb(patch_model(fresh("llama", **sizes), "window", window=W, sinks=S, full_heads=[0, 2]))
-    ids = zoo.inputs("llama", batch=2, length=20)["input_ids"]
-    assert distance(model(ids).logits, model(ids, output_attentions=True).logits) <= EXACT
-
-
-@torch.no_grad()
-def test_a_copy_of_a_cache_goes_its_own_way() -> None:
-    model, ids = model_of("llama", full_heads=(0,)), zoo.inputs("llama", batch=1, length=12)["input_ids"]
-    cache = cache_of(model(ids[:, :10], use_cache=True))
-    other = copy.copy(cache)
-    other.layers = [copy.copy(layer) for layer in cache.layers]
-    model(ids[:, :2], **with_cache(model, other))
-    got = model(ids[:, 10:], **with_cache(model, cache)).logits
-    assert distance(got, model(ids, use_cache=False).logits[:, 10:]) <= EXACT
-
-
-@torch.no_grad()
-def test_a_static_cache_keeps_all_keys() -> None:
-    model, ids = model_of("llama", full_heads=(1,)), zoo.inputs("llama", batch=2, length=20)["input_ids"]
-    wanted = model(ids, use_cache=False).logits
-    cache = StaticCache(config=model.config, max_cache_len=24)
-    got = [model(ids[:, :9], **with_cache(model, cache)).logits]
-    got += [model(ids[:, place : place + 1], **with_cache(model, cache)).logits for place in range(9, 20)]
-    assert distance(torch.cat(got, 1), wanted) <= EXACT
-
-
 @pytest.mark.parametrize("options", [{"window": W + 1, "sinks": S}, {"window": W, "sinks": S, "full_heads": (0,)}])
 @torch.no_grad()
 def test_a_cache_of_another_window_is_refused(options: dict[str, Any]) -> None:
@@ -270,37 +240,6 @@ def test_a_cache_of_another_window_is_refused(options: dict[str, Any]) -> None:
     patch_model(model, "window", **options)
     with refused("the keys and values", "start a new cache"):
         model(ids[:, -1:], **with_cache(model, cache))
-
-
-@pytest.mark.parametrize("family", ["bert", "llama"])
-@pytest.mark.parametrize(("strength", "full"), [(0.5, ()), (1.0, (1,))])
-@torch.no_grad()
-def test_first_tokens_are_those_of_each_row(family: str, strength: float, full: tuple[int, ...]) -> None:
-    """A padded row gives what it gives alone."""
-    length = 2 * W + 4
-    model = set_strength(model_of(family, full_heads=full), strength)
-    side = padding_side(family)
-    batch = zoo.inputs(family, batch=2, length=length, padded=side)
-    real = batch["attention_mask"][0].bool()
-    alone = {"input_ids": batch["input_ids"][:1, real], "attention_mask": batch["attention_mask"][:1, real]}
-    if family in CAUSAL_FAMILIES:
-        for inputs in (batch, alone):
-            inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
-    got, wanted = (zoo.output(model(**inputs)) for inputs in (batch, alone))
-    shown = got[0, real] if got.dim() == 3 else got[0]
-    assert distance(shown, wanted[0]) <= EXACT
-
-
-@torch.no_grad()
-def test_packed_texts_have_their_own_first_tokens() -> None:
-    """Under a mask of blocks, each text gives what it gives alone."""
-    model = model_of("llama")
-    ids = zoo.inputs("llama", batch=1, length=24)["input_ids"]
-    mask = torch.block_diag(torch.ones(10, 10), torch.ones(14, 14)).bool().tril()[None, None]
-    places = torch.cat([torch.arange(10), torch.arange(14)])[None]
-    got = model(input_ids=ids, attention_mask=mask, position_ids=places).logits
-    for part in (slice(0, 10), slice(10, 24)):
-        assert distance(got[:, part], model(input_ids=ids[:, part]).logits) <= EXACT
 
 
 SIZES = dict(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)

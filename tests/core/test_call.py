@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hf_attn_swap.core.call import Call, ForwardContext, Hidden, Inputs
-from hf_attn_swap.core.masks import Masks
+from hf_attn_swap.core.call import Call, Hidden
 from tests.contract.harness import refused
 
 BATCH, HEADS, GROUPS, QUERIES, KEYS, WIDTH = 2, 6, 3, 6, 9, 2  # as many queries as heads: axes must not be mixed up
@@ -51,11 +49,6 @@ def test_a_copy_of_carried_scores() -> None:
     assert Hidden(None).clone().scores is None
 
 
-@pytest.mark.parametrize("shared", [ForwardContext, Call])
-def test_programs_that_copy_dataclasses_leave_what_layers_share(shared: type[Any]) -> None:
-    assert not dataclasses.is_dataclass(shared)
-
-
 @pytest.mark.parametrize(
     ("start", "keys", "first"),
     [
@@ -86,26 +79,3 @@ def test_strength_in_a_dtype() -> None:
     half = between.strength_in(torch.float16)
     assert isinstance(half, Tensor)
     assert half.dtype == torch.float16
-
-
-def test_a_tap_is_asked() -> None:
-    seen: list[str] = []
-
-    def probe(place: str, tensor: Tensor) -> Tensor:
-        seen.append(place)
-        return tensor + 1
-
-    x = torch.zeros(1)
-    assert call().probed("scores", x) is x
-    assert call(probe=probe).probed("scores", x).item() == 1
-    assert seen == ["scores"]
-
-
-def test_keys_repeated_for_each_query_head() -> None:
-    query, key, value = (drawn(BATCH, heads, KEYS, WIDTH, seed=heads) for heads in (HEADS, GROUPS, GROUPS))
-    masks = Masks(queries=KEYS, keys=KEYS, device=query.device)
-    inputs = Inputs(query=query, key=key, value=value, scaling=1.0, masks=masks, dropout=0.1)
-    for given in (key, value):
-        assert torch.equal(inputs.repeated(given), given.repeat_interleave(2, 1))
-    assert inputs.repeated(query) is query
-    assert inputs.three == (query, key, value)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import hf_attn_swap
@@ -27,20 +27,17 @@ def words(node: ast.expr) -> str:
     return HOLE
 
 
-def sentences() -> Iterator[str]:
+@functools.cache
+def sentences() -> set[str]:
     """What the package can say: all of its texts, once."""
-    for path in Path(hf_attn_swap.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) and (text := words(node)) != HOLE:
-                yield text
-
-
-SAID = set(sentences())
+    trees = (ast.parse(path.read_text("utf-8")) for path in Path(hf_attn_swap.__file__).parent.rglob("*.py"))
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    return {words(node) for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp)} - {HOLE}
 
 
 def is_said(quoted: str) -> bool:
     """A sentence of the package has these words in this order; a hole may hold more, but no words of its own."""
-    return any(re.sub(f"{HOLE}+", HOLE, quoted) in re.sub(f"{HOLE}+", HOLE, text) for text in SAID)
+    return any(re.sub(f"{HOLE}+", HOLE, quoted) in re.sub(f"{HOLE}+", HOLE, text) for text in sentences())
 
 
 def test_an_error_on_the_page_is_said_by_the_package() -> None:

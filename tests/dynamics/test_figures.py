@@ -22,7 +22,7 @@ TOKENIZER = BertTokenizer(
 )
 
 
-FAST = ("clustering", "single-head")  # the others differ in their settings alone
+FAST = ("single-head",)  # the others differ in their settings alone
 CASES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in sorted(FIGURES)]
 
 

@@ -71,8 +71,11 @@ def refusal(name: str, variant: str) -> str | None:
 
 
 def _variants(name: str) -> list[str]:
-    """All variants where something is added to the scores; elsewhere a few that together change every place."""
-    return [*list_variants()] if name in BIASED else [variant for variant, _ in COVERING]
+    """Two of the few that together change every place; where something is added to the scores, all take turns."""
+    place = SUBJECTS.index(name)
+    few = [COVERING[(place + step) % len(COVERING)][0] for step in range(2)]
+    turn = list_variants()[list(BIASED).index(name) :: len(BIASED)] if name in BIASED else ()
+    return list(dict.fromkeys((*few, *turn)))
 
 
 RUNNABLE = [(name, variant) for name in SUBJECTS for variant in _variants(name) if refusal(name, variant) is None]

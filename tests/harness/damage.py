@@ -84,8 +84,6 @@ LEFT_OUT: dict[Place, str] = {
     ("attn_implementation",): "cannot run with",
 }
 DAMAGE: dict[str, tuple[Change, str]] = {  # a few, for tests of another way to load
-    "extra key": (put(*BLOCK, "code", value="print(1)"), KEYS),
     "newer": (put(*BLOCK, "version", value=2), "newer hf_attn_swap"),
     "variant unknown": (put(*SWAP, "variant", value="flash"), "unknown variant"),
-    "modules of another model": (put(*BLOCK, "modules", value=99), "another model"),
 }

@@ -1,8 +1,8 @@
 """Which variants a fast test runs where the place in the layer matters, and not the formula.
 
 Saving, copying, hooks, adapters and modes see a variant by the places that it changes. `in_turn` runs every family with
-two of the places, and every place with two of the families. Both lists come from the registries: no variant and no
-family is written here.
+one of the places at least, and every place with one of the families. Both lists come from the registries: no variant
+and no family is written here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def one_per_place() -> tuple[str, ...]:
     return tuple({VARIANTS[name].places: name for name in list_variants() if VARIANTS[name].places}.values())
 
 
-def turns(rows: Sequence[Row], columns: Sequence[Column], times: int = 2) -> list[tuple[Row, Column]]:
+def turns(rows: Sequence[Row], columns: Sequence[Column], times: int = 1) -> list[tuple[Row, Column]]:
     """Pairs of a row and a column: every row is in at least `times` of them, and so is every column."""
     steps = range(max(len(rows), len(columns)))
     shifts = range(min(times, len(rows), len(columns)))
@@ -34,6 +34,6 @@ def turns(rows: Sequence[Row], columns: Sequence[Column], times: int = 2) -> lis
     return [(rows[row], columns[column]) for row, column in sorted(taken)]
 
 
-def in_turn(families: Sequence[str] = FAMILY_NAMES, columns: Sequence[str] | None = None) -> Any:
+def in_turn(families: Sequence[str] = FAMILY_NAMES, columns: Sequence[str] | None = None, times: int = 1) -> Any:
     """Parametrise a test by `name` and `variant`: the families and the places, or `columns`, take turns."""
-    return pytest.mark.parametrize(("name", "variant"), turns(families, columns or one_per_place()))
+    return pytest.mark.parametrize(("name", "variant"), turns(families, columns or one_per_place(), times))

@@ -24,6 +24,7 @@ from hf_attn_swap.kernels.dispatch import Form, Setting, softmax_n_form
 from hf_attn_swap.kernels.stock_softmax import Efficient, Flash, KernelOutput, Operators, SdpaArgs
 from tests import zoo
 from tests.contract.harness import assert_same, fresh, perturb, run_all
+from tests.harness.places import turns
 
 from .drawn import MANY, MASKS, SIZES, assert_equal, drawn, masked
 from .readable import softmax_n_reference
@@ -264,12 +265,12 @@ def test_the_first_kernel_that_takes_the_call_runs(monkeypatch: pytest.MonkeyPat
     assert kernel.softmax_n_attention(q, k, v, None, False, 0.7, 1.0) is None
 
 
-@pytest.mark.parametrize(("family", "padded"), [("bert", None), ("bert", "right"), ("llama", None), ("llama", "left")])
-@pytest.mark.parametrize("strength", [1.0, 0.5])
-@pytest.mark.parametrize("name", ["outeffhop", "sink", "sink+outeffhop"])
-def test_a_whole_model(
-    name: str, family: str, padded: str | None, strength: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+CALLS = [("bert", None, 1.0), ("bert", "right", 0.5), ("llama", None, 0.5), ("llama", "left", 1.0)]
+
+
+@pytest.mark.parametrize(("call", "name"), turns(CALLS, ["outeffhop", "sink", "sink+outeffhop"]), ids=str)
+def test_a_whole_model(call: tuple[str, str | None, float], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, padded, strength = call
     model = perturb(patch_model(fresh(family), name, strength=strength))
     batch = zoo.inputs(family, batch=2, length=9, padded=padded)
     wanted = run_all(model, batch)

@@ -33,6 +33,7 @@ from tests.contract.harness import (  # fmt: skip
     run_all,
     swaps,
 )
+from tests.harness.places import turns
 
 from .derivatives import KINDS
 
@@ -114,7 +115,7 @@ def test_linear_attention_runs_the_form_that_was_chosen(
 
 def test_a_compiler_is_given_the_general_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """It plans memory by itself, and would unroll the blocks of a long sequence."""
-    model = perturb(patch_model(fresh("bert"), "modern_hopfield"))
+    model = perturb(patch_model(fresh("bert", num_hidden_layers=2), "modern_hopfield"))
     batch = zoo.inputs("bert", batch=2, length=9)
     wanted = model(**batch).logits
     monkeypatch.setattr(dispatch, "LONG", 9)
@@ -197,8 +198,7 @@ def test_the_mask_function_asks_what_transformers_asks() -> None:
     assert traced.shape == (2, 1, 1, 5)
 
 
-@pytest.mark.parametrize("family", ["bert", "llama", "vit"])
-@pytest.mark.parametrize("options", [{}, {"init": "first"}], ids=str)
+@pytest.mark.parametrize(("family", "options"), [("bert", {}), ("llama", {"init": "first"}), ("vit", {})])
 def test_the_general_form_of_carried_scores(family: str, options: dict[str, Any]) -> None:
     """Autocast leaves float64 as it is, but sends the layers another way: the same values and gradients.
 
@@ -229,8 +229,10 @@ def test_rows_that_see_nothing_in_the_general_form(family: str) -> None:
         assert heads[0, 3].any()
 
 
-@pytest.mark.parametrize("family", DEEP)
-@pytest.mark.parametrize("strengths", [(1.0, 0.0, 1.0), (1.0, 0.5, 1.0), (0.5, 1.0, 0.0), (0.0, 1.0, 0.5)])
+STRENGTHS = [(1.0, 0.0, 1.0), (1.0, 0.5, 1.0), (0.5, 1.0, 0.0), (0.0, 1.0, 0.5)]
+
+
+@pytest.mark.parametrize(("strengths", "family"), turns(STRENGTHS, DEEP))
 def test_carrying_layers_of_different_strengths(family: str, strengths: tuple[float, ...]) -> None:
     """A fused layer leaves its scores to a readable one above, and takes them from one below; the mask goes along."""
     model, batch = patch_model(fresh(family), "modern_hopfield"), batch_of(family, padded=padding_side(family))
@@ -244,11 +246,14 @@ def test_carrying_layers_of_different_strengths(family: str, strengths: tuple[fl
     assert distance(got, wanted[0]) <= EXACT
 
 
-@pytest.mark.parametrize(("strength", "padded"), [(0.5, False), (1.0, True)])
-@pytest.mark.parametrize("family", DEEP)
-@pytest.mark.parametrize("name", ["outeffhop", "sink", "sink+outeffhop", "window", "modern_hopfield"])
-def test_without_the_flash_kernel(family: str, name: str, strength: float, padded: bool) -> None:
+BY_SDPA = ["outeffhop", "sink", "sink+outeffhop", "window", "modern_hopfield"]
+CALLS = [("bert", 0.5, False), ("llama", 1.0, True), ("bert", 1.0, True), ("llama", 0.5, False)]
+
+
+@pytest.mark.parametrize(("name", "call"), turns(BY_SDPA, CALLS, 2), ids=str)
+def test_without_the_flash_kernel(name: str, call: tuple[str, float, bool]) -> None:
     """PyTorch's plain SDPA, for tensors that the fused kernel does not take: the readable form's values and slopes."""
+    family, strength, padded = call
     model = perturb(patch_model(fresh(family), name, strength=strength))
     batch = batch_of(family, padded=padding_side(family) if padded else None)
     wanted = run_all(model, batch, output_attentions=True)

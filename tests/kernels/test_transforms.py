@@ -5,36 +5,28 @@ Each is compared with the readable formula, which runs when the caller wants the
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch import Tensor
 from torch.func import functional_call, grad, jvp, vmap
 
 from tests import zoo
 
 from .derivatives import (  # fmt: skip
     BATCH,
-    EXACT,
     KINDS,
     LENGTH,
     assert_close,
     directions,
-    loss_of,
     math_kernel,
     model_of,
     projections,
 )
 
-CASES = [
-    *(("llama", name, 1.0) for name in (*KINDS, "window")),
-    *(("bert", name, 0.5) for name in ("simpletron_resl", "entmax15")),
-]
+CASES = [("llama", name, 1.0) for name in KINDS] + [("bert", "simpletron_resl", 0.5)]
 NO_CACHE = {"llama": {"use_cache": False}, "bert": {}}
 
 
@@ -76,52 +68,3 @@ def test_transforms(family: str, name: str, strength: float, transform: Callable
         with math_kernel():
             wanted = of(output_attentions=True)
         assert_close(of(), wanted)
-
-
-@pytest.mark.parametrize(("family", "name", "strength"), CASES)
-def test_forward_mode_without_a_transform(family: str, name: str, strength: float) -> None:
-    """`torch.autograd.forward_ad`: an operator of ours would lose the tangents without an error."""
-    model = model_of(family, name, strength, max_position_embeddings=200)
-    batch = zoo.inputs(family, batch=1, length=140)
-    weights = projections(model)
-    tangents = directions(weights.values())
-    with math_kernel():
-        slopes = torch.autograd.grad(loss_of(model, batch, output_attentions=True), list(weights.values()))
-    wanted = sum((slope * tangent).sum() for slope, tangent in zip(slopes, tangents, strict=True))
-    with forward_ad.dual_level(), warnings.catch_warnings():
-        quiet()
-        dual = {
-            key: forward_ad.make_dual(weight.detach(), tangent)
-            for (key, weight), tangent in zip(weights.items(), tangents, strict=True)
-        }
-        out = zoo.output(functional_call(model, dual, (), batch | NO_CACHE[family])).square().mean()
-        got = forward_ad.unpack_dual(out).tangent
-    assert_close([got], [wanted])
-
-
-class Alone(nn.Module):
-    """A model that takes and gives one tensor, as a tracer wants it."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return zoo.output(self.model(input_ids=ids))
-
-
-@pytest.mark.parametrize(("family", "name", "strength"), CASES)
-def test_a_pass_is_recorded_with_gradients(family: str, name: str, strength: float) -> None:
-    """`torch.jit.trace` without `no_grad`: the program gives the model's values and gradients, and can be saved."""
-    model = model_of(family, name, strength, **NO_CACHE[family])
-    alone = Alone(model)
-    ids, others = (zoo.inputs(family, batch=BATCH, length=LENGTH, seed=seed)["input_ids"] for seed in (0, 2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the tracer says what transformers' own code makes constant, and is old
-        traced = torch.jit.trace(alone, (ids,), check_trace=False)
-        torch.jit.save(traced, io.BytesIO())  # a function of Python could not be saved
-    weights = list(projections(model).values())
-    for tokens in (ids, others):
-        got, wanted = traced(tokens), alone(tokens)
-        torch.testing.assert_close(got, wanted, rtol=EXACT, atol=EXACT)
-        assert_close(*(torch.autograd.grad(out.square().sum(), weights) for out in (got, wanted)))

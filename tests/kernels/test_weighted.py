@@ -17,7 +17,6 @@ from hf_attn_swap import patch_model
 from hf_attn_swap.functional import clip, entmax15, softmax_n, sparsemax
 from hf_attn_swap.kernels import blocks, thresholds, weighted
 from hf_attn_swap.kernels.thresholds import entmax15_threshold, sparsemax_threshold
-from hf_attn_swap.kernels.weighing import Rule, Weighing
 from tests import zoo
 from tests.contract.harness import fresh
 
@@ -63,7 +62,7 @@ def assert_equal(got: Tensor, wanted: Tensor, inputs: list[Tensor]) -> None:
         torch.testing.assert_close(own, other, rtol=EXACT, atol=EXACT)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     sizes=SIZES,
     rule=st.sampled_from(RULES),
@@ -125,26 +124,6 @@ def test_dropout(rule: str, ends: tuple[float, float], block: int, monkeypatch: 
     assert torch.equal(got, in_blocks(q, k, v, None, True, how, 0.25, 5))
     assert not torch.equal(got, in_blocks(q, k, v, None, True, how, 0.25, 6))
     assert not in_blocks(q, k, v, None, True, how, 1.0, 5).any()
-
-
-@pytest.mark.parametrize(("rule", "clips"), [({}, False), ({"gamma": -0.1}, True), ({"zeta": 1.1}, True)])
-def test_weights_that_no_clip_changes_are_not_copied(rule: dict[str, float], clips: bool) -> None:
-    how, weights, grad = Weighing(Rule(**rule)), torch.rand(1, 1, 2, 3), torch.rand(1, 1, 2, 3)
-    assert how.rule.clips is clips
-    assert (how.clipped(weights) is weights) is not clips
-    assert clips or how.clipped_back(weights, grad) is grad
-    assert how.kept(weights, 0) is None
-
-
-def test_the_seed_of_dropout_is_that_of_torch() -> None:
-    model = patch_model(fresh("bert", torch.float32, attention_probs_dropout_prob=0.5), "sparsemax").train()
-    batch = zoo.inputs("bert", batch=2, length=7)
-    outputs = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        outputs.append(model(**batch).logits)
-    assert torch.equal(outputs[0], outputs[1])
-    assert not torch.equal(outputs[0], outputs[2])
 
 
 @pytest.mark.parametrize(("dtype", "causal"), [(torch.bfloat16, True), (torch.float16, False)])
@@ -218,7 +197,7 @@ def test_the_operators_are_sound() -> None:
 
 
 def test_a_compiler_calls_the_operator() -> None:
-    model = patch_model(fresh("llama"), "outeffhop+clipped_softmax")
+    model = patch_model(fresh("llama", num_hidden_layers=2), "outeffhop+clipped_softmax")
     batch = zoo.inputs("llama", batch=2, length=9, padded="left")
     wanted = model(**batch).logits
     nodes: list[str] = []
@@ -258,7 +237,7 @@ def test_a_mask_that_learns_gets_its_gradient() -> None:
 ROWS = st.sampled_from(["normal", "equal", "tied", "falling", "far"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     kind=ROWS,
     scale=st.sampled_from([1e-6, 0.1, 1.0, 30.0]),

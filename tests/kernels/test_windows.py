@@ -25,7 +25,7 @@ from tests.contract.harness import Recorder, fresh, perturb, refused
 
 EXACT = 1e-12
 SHAPES = [(1, 2, 2, 10, 10), (2, 4, 2, 17, 17), (2, 4, 1, 5, 13), (1, 6, 3, 1, 9), (2, 2, 2, 12, 12)]  # B,H,G,Q,K
-SPANS = [(1, 0), (1, 3), (2, 1), (3, 0), (3, 20), (7, 1), (7, 3)]  # the window, and the first keys
+SPANS = [(1, 0), (2, 1), (3, 20), (7, 3)]  # the window, and the first keys
 PADDINGS = [None, "left", "right", "holes", "all"]
 
 
@@ -151,10 +151,16 @@ def test_what_blocks_do_not_compute() -> None:
 LENGTH = 300
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("variant", ["window", "outeffhop+window", "sparsemax+window", "sink+window"])
-@pytest.mark.parametrize("family", ["llama", "bert"])
-def test_no_tensor_of_queries_and_keys(family: str, variant: str, padded: bool) -> None:
+@pytest.mark.parametrize(
+    ("variant", "family", "padded"),
+    [
+        ("window", "llama", False),
+        ("outeffhop+window", "bert", True),
+        ("sparsemax+window", "llama", True),
+        ("sink+window", "bert", False),
+    ],
+)
+def test_no_tensor_of_queries_and_keys(variant: str, family: str, padded: bool) -> None:
     options = {"window": 9} if variant == "window" else {"window": {"window": 9}}
     model = perturb(patch_model(fresh(family, torch.float32, max_position_embeddings=LENGTH), variant, **options))
     side = {"llama": "left", "bert": "right"}[family]
@@ -232,22 +238,6 @@ def test_a_backward_pass_takes_the_kernels_of_the_forward_pass() -> None:
     with sdpa_kernel(SDPBackend.MATH):
         got = windows.attend(inputs, span)
     assert_equal(inputs, got, wanted)
-
-
-def test_two_backward_passes_and_a_second_derivative() -> None:
-    """Each of them makes the blocks again; PyTorch's plain kernel has second derivatives."""
-    inputs, span = next(cases((2, 4, 2, 17, 17), "left"))
-
-    def derivatives(heads: Tensor) -> list[Tensor]:
-        first = torch.autograd.grad(heads.sin().sum(), inputs.three, retain_graph=True)
-        slopes = torch.autograd.grad(heads.square().sum(), inputs.three, create_graph=True)
-        second = torch.autograd.grad(sum((slope**2).sum() for slope in slopes), inputs.three)
-        return [*first, *slopes, *second]
-
-    with sdpa_kernel(SDPBackend.MATH):
-        heads = windows.attend(inputs, span)
-    for got, wanted in zip(derivatives(heads), derivatives(slow(inputs, span)), strict=True):
-        assert float((got - wanted).detach().abs().max()) <= EXACT * float(wanted.detach().abs().max().clamp_min(1))
 
 
 def test_dropout_is_that_of_the_forward_pass() -> None:

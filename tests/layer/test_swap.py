@@ -80,11 +80,6 @@ def test_a_replica_computes_with_its_own_variants() -> None:
     assert replica.fitted == {"calibration": replica._modules["calibration"]}
 
 
-def test_a_skip_from_the_input_or_from_the_residual_stream() -> None:
-    residual = swap_of("modern_hopfield", skip="residual")
-    assert residual.wants_residual
-
-
 @pytest.mark.parametrize(
     ("strength", "never_off", "phase"),
     [
@@ -102,13 +97,6 @@ def test_phases(strength: float, never_off: bool, phase: Phase) -> None:
     assert torch.equal(swap.strength_value, torch.tensor([float(strength)]))
     setting = Setting(device="cpu", dtypes=(torch.float32,) * 3)
     assert (swap.form(setting) is Form.STOCK) == (phase is Phase.OFF)
-
-
-def test_the_strength_outlives_casts_and_moves() -> None:
-    swap = swap_of("gated", 0.3).to(torch.bfloat16)
-    for moved in (swap, swap.to("meta").to_empty(device="cpu"), copy.deepcopy(swap)):
-        assert moved.strength_value.dtype == torch.float32
-        assert torch.equal(moved.strength_value, torch.tensor([0.3]))
 
 
 def test_a_new_swap() -> None:

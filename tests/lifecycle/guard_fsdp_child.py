@@ -24,7 +24,7 @@ PROCESSES = 2
 def main(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=PROCESSES)
     mesh = init_device_mesh("cpu", (PROCESSES,))
-    for number, (family, variant) in enumerate(turns(("bert", "llama"), one_per_place(), times=1)):
+    for number, (family, variant) in enumerate(turns(("bert", "llama"), one_per_place())):
         batch, dtype = batch_of(family, torch.float32), (None, torch.bfloat16)[number // 2 % 2]
         whole, sharded = (patch_model(fresh(family, torch.float32), variant) for _ in range(2))
         policy = MixedPrecisionPolicy(param_dtype=dtype)

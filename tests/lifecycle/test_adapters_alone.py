@@ -41,7 +41,7 @@ def lines(caught: Any) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.startswith("    ")]
 
 
-@pytest.mark.parametrize(("name", "variant"), turns(FAMILY_NAMES, one_per_place(), 1))
+@pytest.mark.parametrize(("name", "variant"), turns(FAMILY_NAMES, one_per_place()))
 def test_the_lines_of_the_warning_bring_the_swap_back(
     name: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,28 +118,3 @@ def test_prompts_and_other_readers_of_weights(tmp_path: Path, monkeypatch: pytes
     with pytest.warns(UserWarning, match="an adapter is saved alone") as caught:
         peft.get_peft_model(model, prompt).save_pretrained("adapter")
     assert lines(caught)[0] == 'model.get_base_model().save_pretrained("converted")'
-
-
-@pytest.mark.parametrize(
-    ("before", "kept", "sentence"),
-    [
-        (False, None, "have not trained, because the adapter froze them"),
-        (True, None, "which train beside it"),
-        (False, ["attn_swap"], None),
-    ],
-    ids=["frozen", "trains_beside", "modules_to_save"],
-)
-def test_new_parameters_that_the_adapter_does_not_hold(
-    before: bool, kept: list[str] | None, sentence: str | None, tmp_path: Path
-) -> None:
-    more = {} if kept is None else {"modules_to_save": kept}
-    if before:
-        model = patch_model(peft.get_peft_model(fresh("llama"), lora("llama", **more)), "gated")
-    else:
-        model = peft.get_peft_model(patch_model(fresh("llama"), "gated"), lora("llama", **more))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model.save_pretrained(tmp_path)
-    told = " ".join(str(warning.message) for warning in caught)
-    assert ("modules_to_save" in told) == (sentence is not None)
-    assert sentence is None or sentence in told

@@ -14,7 +14,7 @@ from hf_attn_swap.conversion.calibrate import merge_calibration
 from hf_attn_swap.families import sites
 from tests.contract.cells import DEEP
 from tests.contract.harness import batch_of, distance, forward, fresh, padding_side, perturb, refused, swaps
-from tests.harness.places import one_per_place, turns
+from tests.harness.places import turns
 
 pytestmark = pytest.mark.filterwarnings("ignore:The clip cuts away")  # few tokens, so a published gamma cuts much
 TOLERANCE = 1e-12
@@ -62,7 +62,8 @@ FITS = [(family, fit, biases) for family in DEEP for fit, biases in (("gain", Fa
 
 
 @pytest.mark.parametrize(
-    ("family", "fit", "biases", "variant"), [(*row, variant) for row, variant in turns(FITS, one_per_place(), 1)]
+    ("family", "fit", "biases", "variant"),
+    [(*row, variant) for row, variant in turns(FITS, ["belief_star", "simpletron_resl"])],
 )
 def test_patched_and_calibrated(family: str, variant: str, fit: str, biases: bool) -> None:
     batch = batch_of(family, padded=padding_side(family))

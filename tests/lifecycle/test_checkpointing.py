@@ -11,7 +11,7 @@ from hf_attn_swap import patch_model
 from hf_attn_swap.layer.swap import Swap
 from tests.contract.harness import assert_same, batch_of, fresh, perturb, run_all, swaps
 from tests.harness.checkpointing import ABLE, enable
-from tests.harness.places import in_turn
+from tests.harness.places import one_per_place, turns
 
 
 def prepare(name: str, variant: str, strength: float, dropout: float) -> Any:
@@ -33,8 +33,14 @@ def trained(model: Any, name: str) -> Any:
         return run_all(model, batch_of(name, padded=None))
 
 
-@in_turn(ABLE)
-@pytest.mark.parametrize("arguments", [{}, {"activation_checkpointing_kwargs": {"use_reentrant": False}}], ids=str)
+ARGUMENTS: list[dict[str, Any]] = [{}, {"activation_checkpointing_kwargs": {"use_reentrant": False}}]
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "arguments"),
+    [(*row, how) for row, how in turns(turns(ABLE, one_per_place()), ARGUMENTS)],
+    ids=str,
+)
 def test_same_loss_and_gradients(name: str, variant: str, arguments: dict[str, Any]) -> None:
     """By default at full strength and with dropout, and with explicit arguments in between."""
     model = prepare(name, variant, strength=0.4 if arguments else 1.0, dropout=0.0 if arguments else 0.2)

@@ -36,7 +36,11 @@ def compiled(model: Any, backend: Any = "aot_eager") -> Any:
 
 def eager_and_compiled(name: str, variant: str, strength: float, backend: str) -> None:
     layers = 2 if one_swap((variant, {})).carries else 1
-    model = perturb(patch_model(fresh(name, torch.float32, num_hidden_layers=layers), variant, strength=strength))
+    model = patch_model(fresh(name, torch.float32, num_hidden_layers=layers), variant, strength=strength)
+    assert_equals_eager(perturb(model), name, backend)
+
+
+def assert_equals_eager(model: Any, name: str, backend: str) -> None:
     batch = batch_of(name, torch.float32)
     wanted = run_all(model, batch)
     whole = compiled(model, backend)
@@ -47,12 +51,19 @@ def eager_and_compiled(name: str, variant: str, strength: float, backend: str) -
 CELLS = [*zip(itertools.cycle(FAMILIES), itertools.cycle((1.0, 0.4)), WAYS)]
 
 
-@pytest.mark.parametrize(
-    ("name", "strength", "variant"),
-    [pytest.param(*cell, marks=() if cell[2] in KINDS.values() else pytest.mark.slow) for cell in CELLS],
-)
+@pytest.mark.parametrize(("name", "strength", "variant"), CELLS)
+@pytest.mark.slow
 def test_equals_eager(name: str, variant: str, strength: float) -> None:
     eager_and_compiled(name, variant, strength, "aot_eager")
+
+
+def test_layers_of_different_kinds_equal_eager() -> None:
+    """One graph has them all: a variant without scores, one of the residual stream in two layers, and another one."""
+    linear, writing, other = (KINDS[kind] for kind in ((True, True), (False, True), (False, False)))
+    model = fresh("llama", torch.float32, num_hidden_layers=4)
+    for variant, layers in ((linear, [0]), (writing, [1, 2]), (other, [3])):
+        patch_model(model, variant, layers=layers, strength=0.4)
+    assert_equals_eager(perturb(model), "llama", "aot_eager")
 
 
 @pytest.mark.slow

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from hf_attn_swap import describe, list_variants, patch_model, set_strength, unp
 from hf_attn_swap.conversion import calibrate
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, perturb, swaps
-from tests.harness.places import in_turn, one_per_place, turns
+from tests.harness.places import in_turn, turns
 from tests.harness.process import python
 
 
@@ -46,15 +44,6 @@ def test_deep_copy(name: str, variant: str) -> None:
     assert not swaps(twin)
 
 
-@pytest.mark.parametrize("variant", one_per_place())
-def test_a_copy_of_a_layer_alone_shares_nothing(variant: str) -> None:
-    model = perturb(patch_model(fresh("bert"), variant))
-    layer = copy.deepcopy(model.base_model.encoder.layer[0])
-    mine = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    assert not mine & {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
-    assert not set(map(id, model.modules())) & set(map(id, layer.modules()))
-
-
 CHILD = """
 import pickle, sys, torch
 from pathlib import Path
@@ -83,17 +72,6 @@ def test_pickle_in_a_fresh_process(tmp_path: Path) -> None:
         (tmp_path / f"{stem}.pickle").write_bytes(pickle.dumps((model, batch, wanted, str(describe(model)))))
         made.add(stem)
     assert set(python("-c", CHILD, tmp_path).stdout.split()) == made
-
-
-@in_turn()
-def test_two_threads(name: str, variant: str) -> None:
-    model = perturb(patch_model(fresh(name), variant, strength=0.5))
-    batches: list[dict[str, Any]] = [batch_of(name, seed=seed) for seed in (1, 2)]
-    wanted = [forward(model, batch) for batch in batches]
-    with ThreadPoolExecutor(2) as pool:
-        for _ in range(4):
-            for got, one in zip(pool.map(lambda batch: forward(model, batch), batches), wanted, strict=True):
-                assert torch.equal(got, one)
 
 
 # -- State dicts and configs -------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from hf_attn_swap import patch_model
-from tests.contract.cells import FAMILY_NAMES
+from tests.contract.cells import DEEP
 from tests.contract.harness import batch_of, forward, fresh, swaps
 from tests.harness.damage import LEFT_OUT, WRONG, Place, drop, put, rewritten
 from tests.harness.places import in_turn, turns
@@ -62,14 +62,14 @@ def test_without_its_block(folder: Path, tmp_path: Path) -> None:
         forward(transformers.AutoModelForMaskedLM.from_pretrained(where), batch_of("bert", torch.float32))
 
 
-@pytest.mark.parametrize(("name", "other"), turns(FAMILY_NAMES, ["sdpa", "eager"], 1))
+@pytest.mark.parametrize(("name", "other"), turns(DEEP, ["sdpa", "eager"]))
 def test_another_attention_by_hand(name: str, other: str, tmp_path: Path) -> None:
     patch_model(fresh(name, torch.float32), "belief").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="leave that argument out"):
         type(fresh(name)).from_pretrained(tmp_path, attn_implementation=other)
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", DEEP)
 def test_no_wish_for_an_attention(name: str, tmp_path: Path) -> None:
     """Tools such as the server of transformers pass None for "no wish", to classes and to Auto classes."""
     model = patch_model(fresh(name, torch.float32), "belief")
@@ -108,7 +108,7 @@ def test_weights(name: str, variant: str, tmp_path: Path) -> None:
     assert torch.equal(forward(load(whole), batch), forward(model, batch))
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", DEEP)
 def test_weights_of_another_variant(name: str, tmp_path: Path) -> None:
     patch_model(fresh(name, torch.float32), "belief_star").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -10,13 +10,14 @@ import torch
 import transformers
 
 from hf_attn_swap import patch_model
-from tests.contract.cells import FAMILY_NAMES, OPTION_CELLS, PAIRS, label, swap_in
+from tests.contract.cells import DEEP, FAMILY_NAMES, OPTION_CELLS, label, swap_in
 from tests.contract.harness import batch_of, forward, fresh, swaps
+from tests.harness.one_swap import WITH_PARAMETERS
 from tests.harness.places import in_turn, turns
 
 from .steps import auto_class, heads
 
-CELLS = [*OPTION_CELLS, *((pair, {}) for pair in PAIRS)]
+CELLS = [cell for cell in OPTION_CELLS if cell[0] in WITH_PARAMETERS]
 
 
 @pytest.fixture
@@ -30,17 +31,15 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
 @pytest.mark.usefixtures("poisoned")
-def test_no_uninitialised_memory(name: str) -> None:
-    """The families take turns."""
-    for _, cell in [turn for turn in turns(FAMILY_NAMES, CELLS, times=1) if turn[0] == name]:
-        for dtype in (torch.float32, torch.bfloat16):
-            model = swap_in(fresh(name, dtype), cell[0], strength=0.3, **cell[1])
-            for swap in swaps(model):
-                assert float(swap.strength_value) == float(torch.tensor(0.3))
-                for key, tensor in (*swap.named_parameters(), *swap.named_buffers()):
-                    assert tensor.isfinite().all(), f"{label(cell)}: {key}"
+def test_no_uninitialised_memory() -> None:
+    """Whatever has parameters, with each of its options; the families take turns."""
+    for name, cell in turns(FAMILY_NAMES, CELLS):
+        model = swap_in(fresh(name, torch.bfloat16), cell[0], strength=0.3, **cell[1])
+        for swap in swaps(model):
+            assert float(swap.strength_value) == float(torch.tensor(0.3))
+            for key, tensor in (*swap.named_parameters(), *swap.named_buffers()):
+                assert tensor.isfinite().all(), f"{name}-{label(cell)}: {key}"
 
 
 @in_turn()
@@ -64,7 +63,7 @@ def test_from_config(name: str, variant: str) -> None:
     assert torch.equal(forward(model, batch), forward(wanted, batch))
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", DEEP)
 def test_other_models_are_untouched(name: str, tmp_path: Path) -> None:
     """While the package is imported, stock models build, save, load and report as ever."""
     stock = fresh(name, torch.float32)

@@ -17,7 +17,7 @@ from hf_attn_swap.variants.base import VARIANTS
 from tests.contract.harness import TOLERANCE, batch_of, distance, forward, fresh, run_all
 from tests.harness.bypass import go_around
 from tests.harness.checkpointing import enable
-from tests.harness.places import in_turn, one_per_place
+from tests.harness.places import in_turn, one_per_place, turns
 from tests.harness.process import python
 
 AROUND = "the forward of .* asked for the attention function 0 times"
@@ -64,8 +64,10 @@ def test_threads(name: str, variant: str) -> None:
             assert torch.equal(result, wanted)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@in_turn(FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "variant", "reentrant"),
+    [(*row, reentrant) for row, reentrant in turns(turns(FAMILIES, one_per_place()), [True, False])],
+)
 def test_checkpointing(name: str, variant: str, reentrant: bool) -> None:
     model = patch_model(fresh(name), variant).train()
     enable(model, activation_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -92,7 +94,7 @@ def test_compiled(name: str, variant: str) -> None:
 @pytest.mark.usefixtures("_forget_graphs")
 def test_compiled_layer_by_layer() -> None:
     """Each layer on its own, as programs compile large models."""
-    model = patch_model(fresh("llama"), KINDS[0])
+    model = patch_model(fresh("llama", num_hidden_layers=2), KINDS[0])
     wanted = forward(model, batch_of("llama"))
     for layer in model.model.layers:
         layer.compile(backend="eager")

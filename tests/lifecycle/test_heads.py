@@ -15,7 +15,7 @@ from .steps import same_bits
 
 
 @pytest.mark.parametrize(
-    ("name", "auto", "variant"), [(*row, variant) for row, variant in turns(CASES, one_per_place(), 1)]
+    ("name", "auto", "variant"), [(*row, variant) for row, variant in turns(CASES, one_per_place())]
 )
 def test_head(name: str, auto: str, variant: str) -> None:
     model, batch = build(name, auto), arguments(name, auto)

@@ -18,7 +18,7 @@ from hf_attn_swap.quantization import fake_w8a8
 from tests.contract.cells import DEEP
 from tests.contract.harness import batch_of, distance, forward, fresh, padding_side, perturb
 from tests.conversion.distilling import distiller, loss_of
-from tests.harness.places import one_per_place
+from tests.harness.places import one_per_place, turns
 
 pytestmark = pytest.mark.filterwarnings("ignore:The clip cuts away")  # few tokens, so a published gamma cuts much
 OFF_THE_DEVICE = (Tensor.cpu, Tensor.tolist, Tensor.item, Tensor.__float__)
@@ -66,8 +66,10 @@ def test_the_device_is_strict() -> None:
     assert (there * 2).cpu().double().dtype == torch.float64
 
 
-@pytest.mark.parametrize(("family", "fit"), list(zip(DEEP, ["map", "gain"], strict=True)))
-@pytest.mark.parametrize("variant", one_per_place())
+@pytest.mark.parametrize(
+    ("variant", "family", "fit"),
+    [(variant, *way) for variant, way in turns(one_per_place(), list(zip(DEEP, ["map", "gain"], strict=True)))],
+)
 def test_calibration_and_merge(family: str, variant: str, fit: str) -> None:
     batch = batch_of(family, torch.float32, padded=padding_side(family))
     outputs, reasons = [], []

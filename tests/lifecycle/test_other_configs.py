@@ -88,16 +88,6 @@ def test_weights_without_a_folder(tmp_path: Path) -> None:
         fresh("llama", torch.float32).load_state_dict(weights)
 
 
-def test_weights_beside_no_config(tmp_path: Path) -> None:
-    """A folder of weights alone says nothing; the given config is used as it is."""
-    model = patch_model(fresh("bert", torch.float32), "belief")
-    model.save_pretrained(tmp_path)
-    (tmp_path / "config.json").unlink()
-    loaded = type(model).from_pretrained(tmp_path, config=model.config)
-    batch = batch_of("bert", torch.float32)
-    assert torch.equal(forward(loaded, batch), forward(model, batch))
-
-
 @pytest.mark.parametrize("variant", ["belief", "gated"])
 def test_a_class_of_another_model_type(variant: str, tmp_path: Path) -> None:
     """All weights would be new, and those of the swap too if it has any."""

@@ -16,14 +16,19 @@ from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, swaps
 from tests.harness.adapters import adapted, fill, lora, projections
 from tests.harness.one_swap import WITH_PARAMETERS
-from tests.harness.places import in_turn, turns
+from tests.harness.places import in_turn, one_per_place, turns
 
 # PEFT 0.21 reads a property that transformers 5.23 has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["lora_first", "swap_first"])
-@in_turn()
+WAYS = [(True, False), (False, False), (True, True), (False, True)]  # adapters before the swap, and DoRA
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "before"),
+    [(*row, before) for row, before in turns(turns(FAMILY_NAMES, one_per_place()), [True, False])],
+)
 def test_every_adapter_matters(name: str, variant: str, before: bool) -> None:
     """Changing the adapters of each projection changes the output, unless the variant does without W_o."""
     batch = batch_of(name)
@@ -40,8 +45,10 @@ def test_every_adapter_matters(name: str, variant: str, before: bool) -> None:
         assert torch.equal(forward(model, batch), untouched)
 
 
-@pytest.mark.parametrize(("before", "use_dora"), [(True, False), (False, False), (True, True), (False, True)], ids=str)
-@in_turn()
+@pytest.mark.parametrize(
+    ("name", "variant", "before", "use_dora"),
+    [(*row, *way) for row, way in turns(turns(FAMILY_NAMES, one_per_place()), WAYS)],
+)
 def test_merging_changes_nothing(name: str, variant: str, before: bool, use_dora: bool) -> None:
     """And off, it is stock attention with the same adapters."""
     model, stock, batch = (
@@ -75,7 +82,7 @@ def test_unpatching_under_adapters(name: str, variant: str) -> None:
     assert torch.equal(forward(unpatch_model(model), batch), forward(wanted, batch))
 
 
-@pytest.mark.parametrize(("name", "variant"), turns(FAMILY_NAMES, WITH_PARAMETERS, 1))
+@pytest.mark.parametrize(("name", "variant"), turns(FAMILY_NAMES, WITH_PARAMETERS))
 def test_modules_to_save(name: str, variant: str, tmp_path: Path) -> None:
     """They train, follow the strength, save with the adapter, load again, and switch off with it."""
     batch = batch_of(name)
@@ -109,7 +116,7 @@ def test_modules_to_save(name: str, variant: str, tmp_path: Path) -> None:
     assert torch.equal(forward(loaded, batch), moved)
 
 
-@pytest.mark.parametrize(("name", "variant"), turns(FAMILY_NAMES, WITH_PARAMETERS, 1))
+@pytest.mark.parametrize(("name", "variant"), turns(FAMILY_NAMES, WITH_PARAMETERS))
 def test_frozen_parameters_are_warned_about(name: str, variant: str) -> None:
     batch = batch_of(name)
     model = peft.get_peft_model(patch_model(fresh(name), variant), lora(name)).train()

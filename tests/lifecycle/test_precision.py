@@ -12,7 +12,7 @@ from hf_attn_swap import list_variants, patch_model, set_strength
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, swaps
-from tests.harness.places import in_turn, turns
+from tests.harness.places import in_turn, one_per_place, turns
 
 CASTS = {
     "to": lambda model: model.to(torch.bfloat16),
@@ -71,8 +71,11 @@ def test_autocast_training(name: str, variant: str) -> None:
         assert parameter.grad is None or torch.isfinite(parameter.grad).all(), key
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@in_turn()
+@pytest.mark.parametrize(
+    ("name", "variant", "dtype"),
+    [(*row, dtype) for row, dtype in turns(turns(FAMILY_NAMES, one_per_place()), [torch.bfloat16, torch.float16])],
+    ids=str,
+)
 def test_whole_model(name: str, variant: str, dtype: torch.dtype) -> None:
     """Cast before or after patching; the same result, near the fp32 one."""
     wide, batch = fresh(name, torch.float32), batch_of(name, torch.float32)

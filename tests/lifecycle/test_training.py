@@ -96,8 +96,10 @@ LINEAR_IN_WEIGHTS = [  # what drops weights, and reads them out as they are
 ]
 
 
-@pytest.mark.parametrize(("name", "strength"), list(zip(DEEP, (0.5, 1.0), strict=True)))
-@pytest.mark.parametrize("variant", LINEAR_IN_WEIGHTS)
+@pytest.mark.parametrize(
+    ("variant", "name", "strength"),
+    [(variant, *call) for variant, call in turns(LINEAR_IN_WEIGHTS, list(zip(DEEP, (0.5, 1.0), strict=True)))],
+)
 def test_dropped_weights_keep_their_mean(name: str, variant: str, strength: float) -> None:
     """By the fused form or the readable one, with a mask by the causal flag and without any."""
     assert_weights_keep_their_mean(name, variant, strength)

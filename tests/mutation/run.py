@@ -63,7 +63,7 @@ HOPFIELD = stage("kernels/test_kernels.py", keyword="carried or long or low or a
 FLASHLESS = stage("kernels/test_passes.py", keyword="flash and bert")
 PASSES = stage("kernels/test_passes.py", keyword="not flash and not (albert or gpt2 or opt or vit)")
 DOUBLE_BACKWARD = stage("kernels/test_double_backward.py")
-RECORDED = stage("kernels/test_transforms.py", keyword="bert and (of_vmap or recorded or forward_mode)")
+RECORDED = stage("kernels/test_transforms.py", keyword="bert")
 DEEP = "(bert or llama) and not albert"  # the two families that the contract's grid is deep on
 MASKS = stage("contract/test_masks.py", keyword=f"({DEEP}) and (float_mask or see_nothing)")
 MIXED = stage("contract/test_packed_and_sliding.py", keyword="full_and_sliding")
@@ -76,7 +76,7 @@ BIASED = stage("generic/test_generic.py", keyword="(gemma2 or t5) and (swapped o
 ARGUMENTS = stage("contract/test_refusals_arguments.py")
 BY_KIND = stage("contract/test_options_by_kind.py")
 NAMES = stage("contract/test_names.py")
-STRENGTHS = stage("contract/test_strength.py", keyword="layer_at_zero or (schedule and bert)")
+STRENGTHS = stage("contract/test_strength.py", keyword="layer_at_zero")
 STRENGTH_DTYPE = stage("contract/test_strength_dtype.py")
 DAMAGED = stage("lifecycle/test_damaged.py")
 SWAP = stage("layer/test_swap.py")
@@ -116,7 +116,7 @@ BY_HEADS = stage("conversion/test_convert_heads.py")
 
 # By file, or by folder for files that are not named: the narrowest and fastest tests first, as the first failure ends.
 TESTS: dict[str, tuple[Stage, ...]] = {
-    "functional/": (FORMULAS, NORMALIZERS, stage("memory/test_promises.py")),
+    "functional/": (FORMULAS, NORMALIZERS, stage("memory/test_layers.py", "memory/test_promises.py")),
     "functional/linear.py": (FORMULAS, stage("kernels/test_linear.py")),
     "functional/sparse.py": (NORMALIZERS,),
     "core/call.py": (stage("core/test_call.py"), MIXED, CACHED, CARRIED_REFUSALS),

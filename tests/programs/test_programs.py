@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the exporters
 EXAMPLE = 2  # as short as the shortest window of the tiny options
 LENGTHS = (12, CHUNK + 7)
 FAMILIES = ("llama", "bert")  # causal with a cache and groups of heads; in both directions, with absolute places
-FAST = set(turns(list(PROGRAMS), one_per_place(), 1))
+FAST = set(turns(list(PROGRAMS), one_per_place()))
 CELLS = [  # the families take turns
     pytest.param(
         *(family, program, variant),

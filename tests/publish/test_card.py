@@ -77,19 +77,6 @@ def test_a_folder_is_no_name_on_the_hub() -> None:
     assert "huggingface.co/sentence-transformers/all-MiniLM-L6-v2)" in render(result())
 
 
-def test_a_base_model_that_was_not_trained_is_no_control(tmp_path: Path) -> None:
-    data = full(control=None, difference=None, stock={**measured(0.80, 0.81, 0.82), "wall_seconds": 0.0})
-    text = render(RunResult.from_dict(data))
-    assert "| metric | belief, outeffhop+gated | base model | difference |" in text
-    assert "| accuracy (higher is better) | 0.8200 ± 0.0100 | 0.8100 ± 0.0100 | +0.0100 ± 0.0100 |" in text
-    assert "The base model was measured as it is" in text
-    assert "- base model, seeds 0, 1, 2: accuracy 0.8, 0.81, 0.82" in text
-    assert "control" not in text.partition("## Results")[2]
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one" / RESULTS_FILE).write_text(json.dumps(data))
-    assert "| 0.8200 ± 0.0100 | 0.8100 ± 0.0100 (base model) | +0.0100 ± 0.0100 |" in table(tmp_path)
-
-
 def test_recall_is_explained_where_it_was_measured() -> None:
     assert "a passage gains" not in render(result())
     both = [metric("accuracy", 0.5), metric("recall_after_200", 3.5)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
-from transformers import BertTokenizer
+from transformers import AutoModelForMaskedLM, BertTokenizer
 
 import hf_attn_swap
 from hf_attn_swap.publish.hub import push, push_folder
@@ -29,10 +29,9 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film"]
 LOAD = """
 import json, sys
 import torch, transformers
-repo, package, answer, options = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
-if package:
-    __import__(package)
-model = transformers.AutoModelForMaskedLM.from_pretrained(repo, **options)
+assert "hf_attn_swap" not in sys.modules
+repo, answer = sys.argv[1:]
+model = transformers.AutoModelForMaskedLM.from_pretrained(repo, trust_remote_code=True)
 swaps = sum(name.endswith("attn_swap") for name, _ in model.named_modules())
 stored = torch.load(answer)
 with torch.no_grad():
@@ -43,9 +42,11 @@ print(json.dumps([type(model).__module__, swaps, equal]))
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A Hub to which huggingface_hub's client in this process sends, too."""
+    """A Hub to which huggingface_hub's client in this process sends, and from which it reads."""
     with Hub() as running:
-        for name, value in {"ENDPOINT": running.url, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}.items():
+        settings = {"ENDPOINT": running.url, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}
+        settings["HUGGINGFACE_CO_URL_TEMPLATE"] = running.url + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in settings.items():
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setenv("HF_TOKEN", WRITER)
         yield running
@@ -61,10 +62,9 @@ def saved(folder: Path, variant: str, **options: str) -> Path:
     return folder
 
 
-def loaded(hub: Hub, repo: str, folder: Path, *, package: str = "hf_attn_swap", **options: object) -> list[object]:
-    """What a program with an empty cache loads: the model's module, its swaps, and whether its logits are equal."""
-    answer = str(folder.with_suffix(".pt"))
-    command = [sys.executable, "-c", LOAD, repo, package, answer, json.dumps(options)]
+def loaded(hub: Hub, repo: str, folder: Path) -> list[object]:
+    """What a program without the package loads: the model's module, its swaps, and whether its logits are equal."""
+    command = [sys.executable, "-c", LOAD, repo, str(folder.with_suffix(".pt"))]
     environment = hub.env(folder.parent / "reader", None) | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -90,9 +90,11 @@ def test_model_card_and_tokenizer_in_one_commit(hub: Hub, tmp_path: Path) -> Non
     card = files["README.md"].decode()
     assert ModelCard(card).data.to_dict()["base_model"] == RESULTS["base"]["name"]
     assert 'from_pretrained("me/card")' in card
-    swapped = ["transformers.models.bert.modeling_bert", 3, True]
-    assert loaded(hub, "me/card", folder) == swapped
-    assert loaded(hub, "me/card", folder, package="", trust_remote_code=True) == swapped
+    assert loaded(hub, "me/card", folder) == ["transformers.models.bert.modeling_bert", 3, True]
+    model = AutoModelForMaskedLM.from_pretrained("me/card", cache_dir=tmp_path / "cache")
+    expected = torch.load(folder.with_suffix(".pt"))
+    with torch.no_grad():
+        assert torch.equal(model(expected["input_ids"]).logits, expected["logits"])
     # Without results, the card stays. Results of another model are refused before anything is sent.
     push_folder(saved(tmp_path / "other", "gated"), "me/card")
     assert repository.files()["README.md"].decode() == card

@@ -16,7 +16,6 @@ from transformers import ViTImageProcessor
 from hf_attn_swap import patch_model, unpatch_model
 from hf_attn_swap.conversion import scale_values
 from tests import zoo
-from tests.harness.byte_tokenizer import byte_tokenizer
 from tests.harness.recipes import needs_recipes, recipe
 
 from .printed import rows
@@ -65,28 +64,6 @@ def test_perplexity_of_token_ids(tmp_path: Path, monkeypatch: Any, capsys: Any) 
     assert "values of 3 layers are scaled" in shown.err
     with pytest.raises(ValueError, match="has 6 rows, but 8 are needed"):
         recipe("as_patched.py", [*where, "--rows", "4", "--fit", "gain"], monkeypatch)
-
-
-def test_an_absorbed_sink(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    tokenizer = byte_tokenizer("left")
-    more = dict(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=1, pad_token_id=2)
-    model = zoo.build("llama", head="lm", **more)
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "model")
-    Dataset.from_dict({"text": [f"Row {index} of many\n" for index in range(20)]}).to_parquet(tmp_path / "a.parquet")
-    where = [str(tmp_path / "model"), str(tmp_path / "a.parquet"), "--length", "30", "--rows", "3", "--fit", "sink"]
-    sink = '{"variant": "sink"}'
-    recipe("as_patched.py", [*where, "--token", "\\n", "--try", sink], monkeypatch)
-    shown = capsys.readouterr()
-    ids = torch.tensor(tokenizer("".join(f"Row {index} of many\n" for index in range(20))).input_ids[:90]).view(3, 30)
-    behind = torch.cat([torch.full((3, 1), tokenizer("\n").input_ids[-1]), ids], 1)
-    with torch.no_grad():
-        logits = model(input_ids=behind).logits[:, 1:-1].flatten(0, 1)
-    loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
-    assert float(rows(shown.out)[sink][2]) == pytest.approx(math.exp(float(loss)), rel=1e-3)
-    assert "keys and values of '\\n' stand before every text" in shown.err
-    recipe("as_patched.py", [*where, "--try", sink], monkeypatch)
-    assert "stand before every text" in capsys.readouterr().err
 
 
 def test_relative_error_of_images(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

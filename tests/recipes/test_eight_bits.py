@@ -141,18 +141,3 @@ def test_a_classifier_of_texts(tmp_path: Path, monkeypatch: Any, capsys: Any) ->
         recipe("eight_bits.py", [*where, "--tokens", "8"], monkeypatch)
     with pytest.raises(ValueError, match="has 9 rows, but 10 are needed"):
         recipe("eight_bits.py", [*where[:-5], "--rows", "10"], monkeypatch)
-
-
-def test_token_ids_need_no_tokenizer(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    model = zoo.build("llama", head="lm")
-    model.save_pretrained(tmp_path / "model")
-    ids = zoo.inputs("llama", batch=4, length=12)["input_ids"]
-    Dataset.from_dict({"input_ids": ids.tolist()}).to_parquet(tmp_path / "a.parquet")
-    data = ["--texts", str(tmp_path / "a.parquet"), "--ranges", str(tmp_path / "a.parquet"), "--column", "input_ids"]
-    where = [str(tmp_path / "model"), *data, "--length", "12", "--rows", "4", "--alpha", "0.5"]
-    recipe("eight_bits.py", where, monkeypatch)
-    captured = capsys.readouterr()
-    assert tuple(rows(captured.out)) == (*ROWS, "sink, smoothed, 8 bits")
-    assert "stand before every text" in captured.err
-    recipe("eight_bits.py", [*where, "--token", "7"], monkeypatch)
-    assert "keys and values of '7' stand before every text" in capsys.readouterr().err

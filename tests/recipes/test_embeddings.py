@@ -40,7 +40,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path, Path]:
 def test_record(folders: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     model, texts, pairs = map(str, folders)
     out = tmp_path / "out.json"
-    words = ["--model", model, "--texts", texts, "--sts", pairs, "--variants", "belief", "gated", "--tokens", "700"]
+    words = ["--model", model, "--texts", texts, "--sts", pairs, "--variants", "gated", "--tokens", "700"]
     recipe("embeddings.py", [*words, "--out", str(out)], monkeypatch)
     record = json.loads(out.read_text())
     assert record["pairs"] == len(PAIRS)
@@ -48,4 +48,4 @@ def test_record(folders: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: A
     for run in record["runs"].values():
         assert run["difference"] == pytest.approx(run["converted"] - record["stock"])
         assert 0 < run["tokens"] <= 700
-    assert "| `belief` |" in capsys.readouterr().out
+    assert "| `gated` |" in capsys.readouterr().out

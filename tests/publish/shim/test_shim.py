@@ -18,7 +18,7 @@ from transformers.models.auto import modeling_auto
 import hf_attn_swap
 from hf_attn_swap import list_variants, patch_model, unpatch_model
 from hf_attn_swap.saved import shim
-from tests.contract.cells import FAMILY_NAMES, is_linear
+from tests.contract.cells import DEEP, FAMILY_NAMES, is_linear
 from tests.contract.harness import batch_of, fresh, perturb, swaps
 from tests.harness.adapters import lora
 from tests.harness.damage import DAMAGE
@@ -135,14 +135,13 @@ def test_old_package(plain: Path, tmp_path: Path) -> None:
 
 
 def test_hostile_block(plain: Path, tmp_path: Path) -> None:
-    chosen = ("extra key", "newer", "variant unknown", "modules of another model")
-    for name in chosen:
+    for name in DAMAGE:
         folder = case(plain, tmp_path / "cases" / name)
         config = json.loads((folder / "config.json").read_text())
         DAMAGE[name][0](config)
         (folder / "config.json").write_text(json.dumps(config))
     result = fresh_processes(tmp_path / "cases")
-    assert set(result) == set(chosen)
+    assert set(result) == set(DAMAGE)
     for name, outcome in result.items():
         assert outcome.startswith("ValueError")
         assert DAMAGE[name][1] in outcome
@@ -172,7 +171,7 @@ def test_adapter_on_a_base(tmp_path: Path) -> None:
     assert fresh_processes(tmp_path / "cases") == {"adapter": "ok"}
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", DEEP)
 def test_unpatched_model_has_no_shim(name: str, tmp_path: Path) -> None:
     model = swapped(name, "belief")
     model.save_pretrained(tmp_path / "swapped")
