@@ -176,7 +176,7 @@ def fla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal linear attention of the package flash-linear-attention, which has the heads behind the tokens."""
     from fla.ops.linear_attn import chunk_linear_attn
 
-    three = (each.transpose(1, 2).contiguous() for each in repeated(q, k, v))
+    three = (tensor.transpose(1, 2).contiguous() for tensor in repeated(q, k, v))
     heads: Tensor = chunk_linear_attn(*three, scale=1.0, normalize=False)[0]
     return heads.transpose(1, 2)
 
@@ -219,8 +219,8 @@ def operator(name: str, length: int, kind: str, setup: Any) -> dict[str, Any]:
     shapes = ((1, count, length, width) for count in (heads, groups, groups))
     q, k, v = (torch.randn(shape).to(setup.device, torch.bfloat16) for shape in shapes)
     grad, train = torch.ones_like(q), kind == "train"
-    for each in (q, k, v):
-        each.requires_grad_(train)
+    for tensor in (q, k, v):
+        tensor.requires_grad_(train)
 
     def task(function: Operator) -> Task:
         def call() -> None:
@@ -230,7 +230,7 @@ def operator(name: str, length: int, kind: str, setup: Any) -> dict[str, Any]:
 
         return lambda: call
 
-    stock, own = (task(OPERATORS[each]) for each in ("SDPA", name))
+    stock, own = (task(OPERATORS[operator_name]) for operator_name in ("SDPA", name))
     try:
         figures = beside(kind, stock, own, setup.device, 0 if setup.dry else BUDGET)
     except ImportError as missing:

@@ -98,13 +98,13 @@ def model(name: str, kind: str, setup: Any) -> dict[str, Any]:
     if kind == "LoRA" and importlib.util.find_spec("peft") is None:
         return {"left_out": "peft is not installed"}
     make = {"prefill": prefill, "LoRA": lora}.get(kind, functools.partial(decoding, steps=tokens["written"]))
-    stock, own = (make(built(each, setup), ids) for each in (STOCK, name))
+    stock, own = (make(built(which, setup), ids) for which in (STOCK, name))
     figures = beside(kind, stock, own, setup.device, 0 if setup.dry else BUDGET)
     figures["billions"] = built(STOCK, setup).num_parameters() / 1e9
     if kind == "LoRA":
         figures |= {name: peak_above(setup.device, task()) for name, task in (("peak_mb", own), ("stock_mb", stock))}
     if name == "int8":
-        figures |= {f"{which}_mb": megabytes(built(each, setup)) for which, each in (("int8", name), ("bf16", STOCK))}
+        figures |= {f"{label}_mb": megabytes(built(which, setup)) for label, which in (("int8", name), ("bf16", STOCK))}
     return figures
 
 
@@ -126,7 +126,7 @@ def lora(model: Any, ids: Tensor) -> Task:
     more = {"modules_to_save": ["attn_swap"]} if swapped else {}  # new parameters train as they are
     adapters = LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], **more)
     adapted = get_peft_model(copy.deepcopy(model), adapters).train()
-    optimizer = torch.optim.AdamW([each for each in adapted.parameters() if each.requires_grad])
+    optimizer = torch.optim.AdamW([parameter for parameter in adapted.parameters() if parameter.requires_grad])
 
     def call() -> None:
         adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -177,4 +177,5 @@ def product(setup: Any) -> dict[str, Any]:
 
 def megabytes(model: Any) -> float:
     """The parameters and buffers of a model in MB, each memory once."""
-    return sum({each.data_ptr(): each.nbytes for each in (*model.parameters(), *model.buffers())}.values()) / 2**20
+    tensors = (*model.parameters(), *model.buffers())
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values()) / 2**20

@@ -84,7 +84,7 @@ def cells(setup: Any) -> Iterator[Cell]:
 @functools.lru_cache(maxsize=1)
 def built(family: str, dtype: str, setup: Any) -> Any:
     """A stock model whose matrices are large enough that the weights of keys differ much."""
-    sizes = dict(next(each.tiny for each in FAMILIES.values() if each.name == family))
+    sizes = dict(next(kind.tiny for kind in FAMILIES.values() if kind.name == family))
     torch.manual_seed(0)
     model = AutoModel.from_config(AutoConfig.for_model(family, **(sizes if setup.dry else sizes | WIDE[family])))
     with torch.no_grad():
@@ -156,13 +156,13 @@ def passes(model: Any, given: dict[str, Tensor], readable: bool, autocast: bool,
     With `one_by_one`, also the last hidden states, decoded with a cache; the readable form reads all tokens at once.
     """
     device = model.device
-    given = {name: each.to(device, model.dtype if each.is_floating_point() else None) for name, each in given.items()}
+    given = {name: x.to(device, model.dtype if x.is_floating_point() else None) for name, x in given.items()}
     model.zero_grad()
     with torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext():
         states = hidden_states(model, given, **({"output_attentions": True} if readable else {}))
     weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).bfloat16()  # exact in every dtype
     (states * weights.to(states)).sum().backward()
-    grads = [(name, each.grad) for name, each in model.named_parameters() if each.grad is not None]
+    grads = [(name, weight.grad) for name, weight in model.named_parameters() if weight.grad is not None]
     result = {
         "forward": wide(states),
         "gradients": torch.cat([wide(grad).flatten() for name, grad in grads if grad.dim() > 1]),
@@ -186,7 +186,7 @@ def decoded(model: Any, given: dict[str, Tensor]) -> Tensor:
     """The hidden states of the last tokens, decoded one by one."""
     tokens, result, cache, start = given["input_ids"].shape[1], [], None, 0
     for stop in range(tokens - DECODED, tokens + 1):
-        words = {name: each[:, :stop] for name, each in given.items() if name == "attention_mask"}
+        words = {name: mask[:, :stop] for name, mask in given.items() if name == "attention_mask"}
         out = model(given["input_ids"][:, start:stop], **with_cache(model, cache), use_cache=True, **words)
         cache, start = cache_of(out), stop
         result.append(wide(out.last_hidden_state[:, -1:]))
@@ -214,12 +214,12 @@ def dropped(dtype: str, device: str) -> dict[str, Any]:
     drawn = torch.randn(3, 2, 4, length, width).to(device, getattr(torch, dtype))
     q, k, grad = drawn.clone()
     v = torch.eye(length, width, device=device, dtype=q.dtype).expand(2, 4, -1, -1).contiguous()
-    three = [each.requires_grad_() for each in (q, k, v)]
+    three = [tensor.requires_grad_() for tensor in (q, k, v)]
     heads = softmax_n_attention(*three, None, False, width**-0.5, 1.0, rate)
     if heads is None:
         raise RuntimeError("no kernel takes these tensors")
     heads.backward(grad)
-    exact = [each.detach().cpu().double().requires_grad_() for each in three]
+    exact = [tensor.detach().cpu().double().requires_grad_() for tensor in three]
     read = softmax_n(exact[0] @ exact[1].mT * width**-0.5)
     kept = (wide(heads)[..., :length] != 0).double() / (1 - rate)
     wanted = (read * kept) @ exact[2]

@@ -93,10 +93,10 @@ def test_a_cell_that_fails_is_a_row(
         raise error
 
     monkeypatch.setattr(layers, "training", fails)
-    got, rows = run(tmp_path, "--stages=layers", "--only=belief")
+    got, rows = run(tmp_path, "--stages=layers", "--only=window")
     assert got == status
     assert [(row["cell"], figure in row) for row in rows] == [
-        (f"belief, 24 tokens, {kind}", kind == "train") for kind in layers.KINDS
+        (f"window, 24 tokens, {kind}", kind == "train") for kind in layers.KINDS
     ]
 
 
