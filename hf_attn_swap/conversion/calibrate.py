@@ -58,6 +58,7 @@ from .value_scale import scale_values
 
 WELL_CONDITIONED = 1e3  # up to this condition number, W_o is inverted exactly
 DAMPING = 0.01  # of the inverse of W_o, as a share of its largest singular value
+PROBE = 256.0  # large, so that adding the bias loses few digits of the matrix; a power of two divides exactly
 TINY = 0.01  # a skip of less than this share of the input is not worth a sentence
 RIDGE = 1e-4
 NO_FIT = "no fit"
@@ -143,12 +144,8 @@ class Target:
         """
         if not self.constant or self.factor == 1:
             return 0.0
-        if not is_matrix(self.projection):
-            raise ValueError(
-                f"layer {self.layer.number}: W_o is offloaded or quantised, and the constant of a map needs its "
-                "numbers; calibrate before the model is dispatched, or take fit='gain'."
-            )
-        weight, bias = output_matrix(self.projection)
+        readable = is_matrix(self.projection)
+        weight, bias = output_matrix(self.projection) if readable else self._probed()
         if bias is None:
             return 0.0
         weight = weight.detach().cpu().double().T
@@ -158,6 +155,15 @@ class Target:
         constant = right.T @ (damped * (left.T @ bias.detach().cpu().double()))
         offset: Tensor = (self.factor - 1) * constant.to(bias)
         return offset
+
+    @torch.no_grad()
+    def _probed(self) -> tuple[Tensor, Tensor | None]:
+        """The matrix (H D, E) and the bias (E,) of an offloaded or quantised W_o: what it gives for an identity."""
+        width = self.swap.geometry.heads * self.swap.geometry.head_dim
+        rows = partial(torch.zeros, device=self.device_and_dtype.device, dtype=self.device_and_dtype.dtype)
+        bias = self.projection(rows(1, width))
+        probes = rows(width, width).fill_diagonal_(PROBE)
+        return (self.projection(probes) - bias) / PROBE, bias[0]
 
 
 def is_matrix(projection: nn.Module) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
 from transformers import PreTrainedModel
 
+from ..layer.registry import build_options, get_variant
 from ..saved import shim
 from ..text.typed import refuse_name
 from ..writing import WEIGHTS
@@ -143,10 +145,17 @@ def _published(path: Path) -> bool:
     return not hidden and any(fnmatch(path.name, pattern) for pattern in PUBLISHED)
 
 
+def _options(variant: str, given: Mapping[str, Any]) -> str:
+    return json.dumps(asdict(build_options(get_variant(variant), given)), sort_keys=True)
+
+
 def _essence(swaps: Sequence[AppliedSwap]) -> Any:
-    """The parts on which two descriptions of a model must agree. The wording of formulas is left out: it may change."""
+    """The parts on which two descriptions of a model must agree. The wording of formulas is left out: it may change.
+
+    Options that one of them leaves out, because it is older than they are, have their defaults.
+    """
     return {
-        (tuple(sorted(swap.layers)), swap.strength, part.name, json.dumps(part.options, sort_keys=True))
+        (tuple(sorted(swap.layers)), swap.strength, part.name, _options(part.name, part.options))
         for swap in swaps
         for part in swap.components
     }

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from hf_attn_swap import patch_model
+from hf_attn_swap.measuring.batches import check_length
 from hf_attn_swap.measuring.held_out import HeldOut
-from hf_attn_swap.measuring.lost import (
-    check_length,
-    lost,
-)
+from hf_attn_swap.measuring.lost import lost
 from tests.contract.harness import fresh, refused
 
 PLACES = {0: (1, 63), 1: (64, 127), 2: (128, 255)}

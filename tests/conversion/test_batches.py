@@ -75,6 +75,6 @@ def test_layers_and_fits_read_the_mask_of_their_stack(tmp_path: Path) -> None:
         trainer = distiller(model, tmp_path, "t5", losses=Losses(logits=0.0, layers=1.0), trainable="query")
         error = loss_of(trainer, given)
         fit = calibrate(model, [given] * 4, fit="gain", progress=False)
-        found.append((error, [value for layer in fit.layers for value in layer.after]))
+        found.append((error, [value for explained in fit.after.values() for value in explained]))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)

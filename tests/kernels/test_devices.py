@@ -91,7 +91,7 @@ class OnTheCpu(TorchDispatchMode):
 def test_blocks_of_weights_make_their_tensors_where_the_scores_are(rule: str) -> None:
     q, k, v = made("meta", 0).three
     with OnTheCpu() as noted:
-        how = (None, None, None, True, 0.5, rule, -0.1, 1.0, 0.0)
+        how = (None, None, None, True, 0.5, rule, 1.0, -0.1, 1.0, 0.0)
         heads, rows = weighted.compute(q, k, v, *how)
         weighted.compute_backward(heads, rows, q, k, v, *how)
     assert not noted.made
