@@ -70,6 +70,7 @@ def drawn() -> list[str]:
     return random.Random(0).sample(sorted(built.intersection(registry())), HANDFUL)
 
 
+@pytest.mark.slow
 def test_a_handful() -> None:
     stocks = {model_type: find(model_type) for model_type in drawn()}
     for model_type, variant in itertools.product(stocks, VARIANTS):

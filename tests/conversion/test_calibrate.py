@@ -31,6 +31,7 @@ from tests.contract.harness import (
     swaps,
 )
 
+from ..harness.places import in_turn
 from .batches import batches
 
 
@@ -38,8 +39,7 @@ def fit(model: Any, name: str, **arguments: Any) -> Any:
     return calibrate(model, batches(name), progress=False, **arguments)
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", SINGLES)
+@in_turn(FAMILY_NAMES, SINGLES, times=2)
 def test_every_variant(name: str, variant: str) -> None:
     """The map explains at least as much as the gain, and that as much as nothing; strength 0 stays the stock model."""
     stock, batch = fresh(name), batch_of(name)
@@ -132,8 +132,7 @@ def _record(model: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
     return torch.cat(ours).numpy(), torch.cat(theirs).numpy()
 
 
-@pytest.mark.parametrize("name", TEXT_FAMILIES)
-@pytest.mark.parametrize("variant", ["simpletron_resl", "modern_hopfield", "belief"])
+@in_turn(TEXT_FAMILIES, ["simpletron_resl", "modern_hopfield", "belief"])
 def test_padding_is_left_out(name: str, variant: str) -> None:
     padded = batches(name, padded="right")  # on the left, GPT-2 would count other positions
     single = [

@@ -29,7 +29,7 @@ from tests.contract.harness import (
 )
 from tests.harness.checkpointing import ABLE, enable
 from tests.harness.number_labels import NUMBERS
-from tests.harness.places import SMOKES
+from tests.harness.places import SMOKES, turns
 
 from .distilling import EVERY, HIDDEN, adapted, distiller, loss_of, moved, rows_of, teacher_of, weights_of
 from .dropout import dropping
@@ -239,11 +239,13 @@ def test_accumulated_gradients(losses: Losses, tmp_path: Path) -> None:
     assert moved(fresh("bert"), {key: found[0][key] for key in start})
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
-def test_trains_without_dropout(name: str, checkpointed: bool, adapters: bool, tmp_path: Path) -> None:
+WAYS = [(False, False), (True, True), (False, True), (True, False)]  # checkpointed, with adapters
+
+
+@pytest.mark.parametrize(("name", "way"), turns(FAMILY_NAMES, WAYS, times=2))
+def test_trains_without_dropout(name: str, way: tuple[bool, bool], tmp_path: Path) -> None:
     """The trained weights are those of a model whose config has no dropout, which `convert` and users deploy."""
+    checkpointed, adapters = way
     if checkpointed and name not in ABLE:
         pytest.skip("transformers has no activation checkpointing for this family")
     found = []

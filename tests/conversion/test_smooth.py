@@ -21,6 +21,7 @@ from tests.contract.harness import batch_of, forward, fresh, padding_side, pertu
 from tests.generic import harness as generic
 from tests.generic.harness import SUBJECTS
 from tests.harness.adapters import lora
+from tests.harness.places import in_turn
 
 from .weights import bits, same, uneven
 
@@ -69,8 +70,7 @@ def sources(model: Any) -> list[list[str]]:
     return [[] if fit is None else [pair.source.rpartition("/")[2] for pair in fit.pairs] for fit in fits]
 
 
-@pytest.mark.parametrize("name", WITH_PLACES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@in_turn(WITH_PLACES, VARIANTS)
 def test_the_same_function_and_the_way_back(name: str, variant: str, tmp_path: Path) -> None:
     stock, batch = uneven(fresh(name, torch.float32)), batch_of(name, torch.float32, padded=padding_side(name))
     weights = bits(stock)

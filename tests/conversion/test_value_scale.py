@@ -29,6 +29,7 @@ from tests.contract.harness import (
     refused,
     swaps,
 )
+from tests.harness.places import in_turn
 from tests.slow import slow_belief_projection
 
 from .batches import padded_batches
@@ -124,8 +125,7 @@ def test_the_formula(per_head: bool) -> None:
 # ---- What is chosen
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", PROJECTING)
+@in_turn(FAMILY_NAMES, PROJECTING)
 def test_the_projection_takes_less(name: str, variant: str) -> None:
     """In every layer, by powers of two that fp16 holds; and a second call finds the same."""
     batches = padded_batches(name)

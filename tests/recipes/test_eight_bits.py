@@ -46,7 +46,7 @@ def read_by_norms(model: Any, row: Any) -> tuple[float, str, int]:
     return max(results)
 
 
-@pytest.mark.parametrize("protocol", ["machine", "papers"])
+@pytest.mark.parametrize("protocol", ["machine", pytest.param("papers", marks=pytest.mark.slow)])
 def test_the_table(protocol: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     model = zoo.build("llama", head="lm", vocab_size=256)
     model.save_pretrained(tmp_path / "model")

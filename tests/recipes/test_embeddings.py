@@ -37,6 +37,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path, Path]:
     return tmp_path / "model", tmp_path / "texts", tmp_path / "pairs"
 
 
+@pytest.mark.slow
 def test_record(folders: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     model, texts, pairs = map(str, folders)
     out = tmp_path / "out.json"

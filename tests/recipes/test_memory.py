@@ -80,6 +80,7 @@ def memory_flags(folder: Path) -> list[str]:
     return [f"--dataset={folder}", *sweeps, "--beta=2", "--threshold=1"]
 
 
+@pytest.mark.slow
 def test_memory(idx: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     result = run("memory", *memory_flags(idx))
     assert result["pictures"] == ["memory.png", "recall.png"]
@@ -99,6 +100,7 @@ def test_memory(idx: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None
     assert "| size 10 |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_multiple_instance(idx: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--bags=64", "--bag_sizes", "3", "--epochs=8", "--seeds=2", "--bits=4", "--signals=2", "--digit=3"]
     result = run("multiple_instance", f"--dataset={idx}", *sizes, "--learning_rate=0.02")

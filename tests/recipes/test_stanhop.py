@@ -64,6 +64,7 @@ def run(module: Any, series: Path, out: Path, *flags: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_end_to_end(module: Any, series: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     out, names = tmp_path / "out", ["softmax", "generalized_sparse"]
     result = run(module, series, out, "--seeds", "1", "--retrievals", *names)

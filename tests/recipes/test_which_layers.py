@@ -35,6 +35,7 @@ def words(tmp_path: Path) -> list[str]:
     return ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "data"), "--rank", "4", *sizes]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # no accelerator here
 def test_rules_are_compared(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
