@@ -34,7 +34,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "hf_attn_swap"
-COPIED = (PACKAGE, f"{PACKAGE}_cli", "tests", "recipes")
+COPIED = (PACKAGE, f"{PACKAGE}_cli", "tests", "recipes", "benchmarks")
 LIMIT = 150.0  # seconds, or five times what the tests take without a fault: an endless loop counts as caught
 PASSED, HUNG = 0, -1
 
