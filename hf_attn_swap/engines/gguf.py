@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 CONVERTER = "convert_hf_to_gguf.py"
+TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # the converter's own choice is 16 bits for all
 
 
 def find_converter(llama_cpp: Path | None) -> Path:
@@ -43,13 +45,13 @@ def write_gguf(folder: Path, file: Path, converter: Path) -> None:
     """
     if file.exists():
         raise ValueError(f"{file} exists; name a file that does not exist.")
-    done = subprocess.run(
-        [sys.executable, converter, folder, "--outfile", file], capture_output=True, text=True, check=False
-    )
+    kind = TYPES[json.loads((folder / "config.json").read_text("utf-8"))["dtype"]]
+    command = [sys.executable, converter, folder, "--outfile", file, "--outtype", kind]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         file.unlink(missing_ok=True)
         last = done.stderr.strip().splitlines()[-1:] or ["no word of why"]
         raise ValueError(
             f"{folder} is whole, but llama.cpp's converter stopped: {last[0]} (it needs the packages of llama.cpp's "
-            f"requirements); run it by hand: python {converter} {folder} --outfile {file}"
+            f"requirements); run it by hand: python {converter} {folder} --outfile {file} --outtype {kind}"
         )

@@ -263,8 +263,9 @@ def test_the_converter_of_llama_cpp(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no convert_hf_to_gguf"):
         find_converter(tmp_path)
     program = tmp_path / "convert_hf_to_gguf.py"
-    program.write_text("import sys, pathlib; pathlib.Path(sys.argv[3]).write_text('half'); sys.exit('no such model')")
+    program.write_text("import sys, pathlib; pathlib.Path(sys.argv[3]).write_text('half'); sys.exit(sys.argv[5])")
     assert find_converter(tmp_path) == program
-    with pytest.raises(ValueError, match="no such model"):
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    with pytest.raises(ValueError, match="stopped: bf16"):
         write_gguf(tmp_path, tmp_path / "model.gguf", program)
     assert not (tmp_path / "model.gguf").exists()
