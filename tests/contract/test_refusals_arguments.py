@@ -104,6 +104,11 @@ def test_numbers_must_be_numbers(value: Any) -> None:
         refuse(f"option {option} must be", "float", repr(value), variant=name, **{option: value})
 
 
+@pytest.mark.parametrize("value", [["0"], [0.5], "0", 0])
+def test_a_list_of_heads_must_be_one_of_numbers(value: Any) -> None:
+    refuse("option full_heads must be", repr(value), variant="window", full_heads=value)
+
+
 OUT_OF_RANGE = [
     ("modern_hopfield", {"alpha": -0.1}, "alpha must lie in [0, 1]"),
     ("modern_hopfield", {"alpha": 1.1}, "alpha must lie in [0, 1]"),
