@@ -129,7 +129,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "layer/fitted.py": (A_NEW_FIT,),
     "layer/registry.py": (ARGUMENTS, BY_KIND, NAMES),
     "layer/smoothing.py": (SMOOTH,),
-    "layer/swap.py": (SWAP, STRENGTHS, STRENGTH_DTYPE, CARRIED_REFUSALS, SINK, A_NEW_FIT),
+    "layer/swap.py": (RECORDED, SWAP, STRENGTHS, STRENGTH_DTYPE, CARRIED_REFUSALS, SINK, A_NEW_FIT),
     "layer/value_scale.py": (SCALE, A_NEW_FIT),
     "kernels/": (KERNELS, PASSES, CARRYING),
     "kernels/blocks.py": (WEIGHTED,),
