@@ -46,7 +46,7 @@ def write_gguf(folder: Path, file: Path, converter: Path) -> None:
     if file.exists():
         raise ValueError(f"{file} exists; name a file that does not exist.")
     kind = TYPES[json.loads((folder / "config.json").read_text("utf-8"))["dtype"]]
-    command = [sys.executable, converter, folder, "--outfile", file, "--outtype", kind]
+    command = [sys.executable, str(converter), str(folder), "--outfile", str(file), "--outtype", kind]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         file.unlink(missing_ok=True)
