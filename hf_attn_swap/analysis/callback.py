@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class OutlierCallback(TrainerCallback):
     """Logs `kurtosis` and `max_inf_norm` of the training batches, by `Trainer.log`, in the first and each n-th step.
 
-    So they are in `trainer.state.log_history`, and in all that `report_to` names. A measured step reads its own
-    batches, of all processes and accumulated parts, in the passes that train; nothing runs twice. Between two measured
-    steps, and in evaluations, the model has no hooks.
+    The figures are then in `trainer.state.log_history` and in all that `report_to` names. They are those of the step's
+    own batches, of all processes and accumulated parts, in the passes that train: no pass runs for them. Between two
+    measured steps, and in evaluations, the model has no hooks.
 
         trainer = Trainer(model, args, train_dataset=rows)
         trainer.add_callback(OutlierCallback(trainer, every=100))
@@ -28,7 +28,7 @@ class OutlierCallback(TrainerCallback):
 
     Args:
         trainer: the trainer, whose model is stock or swapped.
-        every: measure each step whose number this divides.
+        every: measure the first step, and each step whose number is a multiple of this one.
         modules: as in `record`.
 
     Raises:
@@ -66,7 +66,7 @@ class OutlierCallback(TrainerCallback):
                 joined = whole.activations.setdefault(path, Activation())
                 joined.kurtosis += activation.kurtosis
                 joined.max_inf_norm += activation.max_inf_norm
-        due = control.should_log  # a log of ours is none of the loss
+        due = control.should_log  # this log is beside those of the loss
         self.trainer.log({"kurtosis": whole.kurtosis, "max_inf_norm": whole.max_inf_norm})
         control.should_log = due
 

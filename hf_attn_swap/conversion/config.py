@@ -36,7 +36,7 @@ HALF = (
 )
 ENGINE = "engine"
 SCORES = ("score", "score_value")  # kinds of `sink` that leave
-OPTION = "full_heads"
+FULL_HEADS = "full_heads"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,14 +211,14 @@ class ConvertConfig:
         if self.heads != "auto":
             raise ValueError(
                 f'heads is "auto" or None, got {self.heads!r}; to name the heads of a layer, use patch_model(model, '
-                f"variant, layers=..., {OPTION}=...)."
+                f"variant, layers=..., {FULL_HEADS}=...)."
             )
         classes = parse(self.variant)
         name = by_heads(classes)
         if not self.keep:
             raise ValueError('heads="auto" chooses the heads that keep all keys: give their share, such as keep=0.5.')
-        if OPTION in (self.options if len(classes) == 1 else canonical_keys(self.options).get(name, {})):
-            raise ValueError(f'heads="auto" chooses {OPTION}; leave one of them out.')
+        if FULL_HEADS in (self.options if len(classes) == 1 else canonical_keys(self.options).get(name, {})):
+            raise ValueError(f'heads="auto" chooses {FULL_HEADS}; leave one of them out.')
 
     def _check_stages(self) -> None:
         """Refuse stages that a conversion does not take."""
@@ -264,10 +264,10 @@ def by_heads(classes: Iterable[type[Variant]]) -> str:
     """
     classes = tuple(classes)
     for cls in classes:
-        if OPTION in {field.name for field in dataclasses.fields(cls.Options)}:
+        if FULL_HEADS in {field.name for field in dataclasses.fields(cls.Options)}:
             return cls.name
     names = "+".join(cls.name for cls in classes)
-    raise ValueError(f"{names} changes all heads of a layer; heads are chosen for a variant with {OPTION}: window.")
+    raise ValueError(f"{names} changes all heads of a layer; heads are chosen for a variant with {FULL_HEADS}: window.")
 
 
 def engine_form(variant: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -29,7 +29,7 @@ from ..patch import need_installation
 from ..text.bar import bar
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
-from .config import OPTION, by_heads
+from .config import FULL_HEADS, by_heads
 from .report import HeadSensitivity, Sensitivity
 from .rows import FEWEST_HELD, TOKENS
 from .run import Run
@@ -196,7 +196,7 @@ def set_full_heads(layer: Layer, heads: Iterable[int]) -> None:
     """
     name, heads = _check_full_heads(layer), sorted(heads)
     for swap in layer.copies:
-        swap.set_options({**swap.options, name: {**swap.options[name], OPTION: heads}})
+        swap.set_options({**swap.options, name: {**swap.options[name], FULL_HEADS: heads}})
 
 
 @contextlib.contextmanager

@@ -41,11 +41,16 @@ def write_gguf(folder: Path, file: Path, converter: Path) -> None:
         converter: llama.cpp's converter.
 
     Raises:
-        ValueError: the file exists, or the converter stops.
+        ValueError: the file exists, llama.cpp does not have the precision of the weights, or the converter stops.
     """
     if file.exists():
         raise ValueError(f"{file} exists; name a file that does not exist.")
-    kind = TYPES[json.loads((folder / "config.json").read_text("utf-8"))["dtype"]]
+    dtype = json.loads((folder / "config.json").read_text("utf-8"))["dtype"]
+    if dtype not in TYPES:
+        raise ValueError(
+            f"{folder} is whole, but its {dtype} is no precision of llama.cpp: export with --dtype float32."
+        )
+    kind = TYPES[dtype]
     command = [sys.executable, str(converter), str(folder), "--outfile", str(file), "--outtype", kind]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -291,8 +291,13 @@ def hopfield_energy(state: Tensor, patterns: Tensor, beta: float, *, n: float = 
     Returns:
         The energies, (...).
 
+    Raises:
+        ValueError: n is negative.
+
     Source: OutEffHop (Hu et al., 2024), eq. 2.9 and 2.10, remark 2.3 (n) and Lemma 2.1.
     """
+    if n < 0:
+        raise ValueError(f"hopfield_energy needs n >= 0, got {n}; n = 0 is the energy of the dense model.")
     scores = beta * torch.einsum("...nd,...d->...n", patterns, state)
     zero = scores.new_full((*scores.shape[:-1], 1), math.log(n) if n > 0 else -math.inf)
     return state.square().sum(-1) / 2 - torch.cat([scores, zero], -1).logsumexp(-1) / beta

@@ -239,7 +239,7 @@ class Swap(nn.Module):
 
     @property
     def sharpness(self) -> float:
-        """The factor of the products q k^T at this strength. A model whose queries are scaled by it needs none."""
+        """The factor of the products q k^T at this strength; `export` multiplies W_q by it."""
         return 1 + self._strength * (self._sharpness - 1)
 
     @property

@@ -1,4 +1,4 @@
-"""What a user names: the stages of a conversion, each with its values. `convert(stages=...)` and the recipes take them.
+"""The stages of a recipe, each with its values. `convert(stages=[...])` takes one of them, a `Distil`.
 
 A YAML file holds them as a list, in the order in which a run takes them. The name alone takes the usual values:
 

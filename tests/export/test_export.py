@@ -266,6 +266,10 @@ def test_the_converter_of_llama_cpp(tmp_path: Path) -> None:
     program.write_text("import sys, pathlib; pathlib.Path(sys.argv[3]).write_text('half'); sys.exit(sys.argv[5])")
     assert find_converter(tmp_path) == program
     (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    (tmp_path / "wide").mkdir()
+    (tmp_path / "wide" / "config.json").write_text('{"dtype": "float64"}')
+    with pytest.raises(ValueError, match=r"float64 .* --dtype float32"):
+        write_gguf(tmp_path / "wide", tmp_path / "model.gguf", program)
     with pytest.raises(ValueError, match="stopped: bf16"):
         write_gguf(tmp_path, tmp_path / "model.gguf", program)
     assert not (tmp_path / "model.gguf").exists()

@@ -189,3 +189,8 @@ def test_theorem_3_4_the_layer_is_lipschitz_in_its_parameters(count: int) -> Non
 
     assert (excess(1.0) <= 1e-12).all()
     assert (excess(30.0) > 0).any()
+
+
+def test_the_energy_has_no_negative_slots() -> None:
+    with pytest.raises(ValueError, match="needs n >= 0, got -1"):
+        hopfield_energy(torch.zeros(2), torch.zeros(3, 2), 1.0, n=-1)

@@ -41,6 +41,7 @@ from .skip_free import without_skips
 from .text_classification import predict
 
 AUTO = AutoModelForImageClassification
+POSITIONS = "position_embeddings"
 
 
 @dataclass(kw_only=True)
@@ -128,22 +129,6 @@ def about(own: RecipeArguments) -> About:
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the recipe with these words, or with those of the command line."""
-    launch(
-        RecipeArguments,
-        build_task,
-        about,
-        arguments,
-        keep_columns=True,
-        recipe="image_classification",
-        data=ImageDataArguments,
-    )
-
-
-POSITIONS = "position_embeddings"
-
-
 def image_processor(name: str, size: int | None) -> Any:
     """The processor of a pretrained model, for images of `size` x `size` pixels; None takes its own size."""
     sizes = {} if size is None else {"size": {"height": size, "width": size}, "do_center_crop": False}
@@ -189,3 +174,16 @@ def _positions(module: Any, new: Any, size: int) -> Tensor:
     like = torch.empty_like(new.position_embeddings)
     positions: Tensor = module.interpolate_pos_encoding(like, size, size)
     return positions
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the recipe with these words, or with those of the command line."""
+    launch(
+        RecipeArguments,
+        build_task,
+        about,
+        arguments,
+        keep_columns=True,
+        recipe="image_classification",
+        data=ImageDataArguments,
+    )
