@@ -79,6 +79,9 @@ def compare(
     hidden: Annotated[
         bool, typer.Option("--needle", help="Measure too which hidden numbers, and which pairs of tokens, each finds.")
     ] = False,
+    generated: Annotated[
+        bool, typer.Option("--generate", help="Let both write: how far their texts are equal, and answers of tasks.")
+    ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -92,13 +95,16 @@ def compare(
     rows of the data, behind the ones that are measured. --recall tells what a passage of the rows gains when it is
     read again after 64, 200, 512 and 2048 tokens, as far as the rows and the models are long enough. --needle hides
     numbers in texts of 256, 1024 and 4096 tokens of the rows, at five depths, and asks for their digits; and it asks
-    for the second tokens of 16, 64 and 256 pairs of tokens that were read once.
+    for the second tokens of 16, 64 and 256 pairs of tokens that were read once. --generate lets both continue 16
+    beginnings of the rows, and answer three tasks of RULER at 1024 and 4096 tokens: one of four hidden numbers, a chain
+    of variables, and the common words of a list.
     """
     from hf_attn_swap.analysis.cost import compare_costs
     from hf_attn_swap.analysis.inputs import words_of
     from hf_attn_swap.analysis.outliers import outliers
     from hf_attn_swap.conversion.report import in_words
     from hf_attn_swap.measuring.batches import check_length, usual_length
+    from hf_attn_swap.measuring.generation import agreement
     from hf_attn_swap.measuring.held_out import HeldOut
     from hf_attn_swap.measuring.lost import position_table
     from hf_attn_swap.quantization import lost_in_8_bits
@@ -115,7 +121,8 @@ def compare(
         raise ValueError("--in-8-bits: no rows are left for the 8-bit ranges; measure fewer with --rows.")
     for model in models:
         check_length(model, batches)
-    context = _context(models, processor, batches, recalled=recalled, hidden=hidden)  # refused now, if at all
+    wanted = {"recall": recalled, "needle": hidden, "generate": generated}
+    context = _context(models, processor, batches, wanted)  # refused now, if at all
     held = HeldOut(models[0], batches, as_it_is=True)
     loss = held.lost(models[1], progress=True)
     if label is not None and loss.accuracy is None and loss.correlation is None:
@@ -135,6 +142,8 @@ def compare(
         for name, results in recalled_by.items():
             for figures, result in zip(both.values(), results, strict=True):
                 figures[name] = result.to_dict()
+        if generated:
+            more["equal_tokens"], more["tokens_before_difference"] = agreement(*recalled_by["continuations"])
         print(json.dumps(finite({**loss.to_dict(), **more, **both}), indent=1))
         return
     print(f"{second} beside {first}, {sum(map(_rows, batches))} rows of {data}")
@@ -312,20 +321,24 @@ def _check_labels(batches: Sequence[dict[str, Any]], label: str, classes: int) -
 
 
 def _context(
-    models: Sequence[Any], processor: Any, batches: Sequence[dict[str, Any]], *, recalled: bool, hidden: bool
+    models: Sequence[Any], processor: Any, batches: Sequence[dict[str, Any]], wanted: Mapping[str, bool]
 ) -> dict[str, tuple[Any, Callable[[Mapping[str, Any]], Table]]]:
     """The texts of the measures of long context that were asked for, and how what models find in them is shown."""
     from hf_attn_swap.measuring.batches import max_positions
+    from hf_attn_swap.measuring.generation import agreement_table, continuations, score_table, tasks
     from hf_attn_swap.measuring.recall import Passages
     from hf_attn_swap.measuring.retrieval import haystacks, key_value_table, needle_table, pair_texts
 
     shortest = min(models, key=lambda model: max_positions(model) or math.inf)
     context: dict[str, tuple[Any, Callable[[Mapping[str, Any]], Table]]] = {}
-    if recalled:
+    if wanted["recall"]:
         context["recall"] = (Passages.of(shortest, batches), _recall_table)
-    if hidden:
+    if wanted["needle"]:
         context["needle"] = (haystacks(shortest, batches, processor), needle_table)
         context["key_values"] = (pair_texts(shortest, batches, processor), key_value_table)
+    if wanted["generate"]:
+        context["continuations"] = (continuations(shortest, batches, processor), agreement_table)
+        context["tasks"] = (tasks(shortest, batches, processor), score_table)
     return context
 
 

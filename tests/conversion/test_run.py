@@ -184,3 +184,22 @@ def test_the_best_of_some_changes_stays(monkeypatch: pytest.MonkeyPatch) -> None
     report = converted(model, "outeffhop", rows("bert"), tokens=0)
     assert report.steps[-1].name == "factor: 3"
     assert torch.equal(embedding(model)[ROW], first[ROW] * 6), "each begins where the one before it ended"
+
+
+def test_no_change_stays_that_loses_more_than_the_model_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the model lost before, as swapped, does not count."""
+
+    def best(run: Run) -> None:
+        first, now = (row.lost.divergence for row in (run.record[0], run.record[-1]))
+        assert first is not None
+        assert now is not None
+        assert now < first
+        with monkeypatch.context() as inside:
+            inside.setattr(Run, "lost", lambda self: Lost(tokens=1, divergence=(first + now) / 2))
+            run.best_of("factor", {"2": lambda: scale_a_row(run, 2.0)}, unchanged="none")
+
+    after_the_fit(monkeypatch, best)
+    model, first = stock("bert"), embedding(stock("bert")).detach().clone()
+    report = converted(model, "outeffhop", rows("bert"), tokens=0)
+    assert report.steps[-1].name == "factor: none"
+    assert torch.equal(embedding(model), first)
