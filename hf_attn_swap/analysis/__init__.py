@@ -1,5 +1,6 @@
 """Measures what an attention swap does to a model: outliers, similarity of tokens, entropy, geometry, long context."""
 
+from ..measuring.generation import continuations, tasks
 from ..measuring.lost import Lost, lost
 from ..measuring.recall import Recall, recall
 from ..measuring.retrieval import KeyValues, Needle, key_values, needle
@@ -14,9 +15,11 @@ __all__ = [
     "OutlierCallback",
     "Recall",
     "Recording",
+    "continuations",
     "key_values",
     "lost",
     "needle",
     "recall",
     "record",
+    "tasks",
 ]

@@ -43,7 +43,7 @@ PROMPT, WRITTEN, ROWS = 64, 64, 16  # tokens that are read and written, and the 
 Z = 1.96  # standard errors at each side of a 95 % interval
 
 KEYS, HOPS, COMMON = 4, 4, 10  # keys of a text, steps of a chain, frequent words
-SHORTEST, ANSWER = 768, 60  # tokens of a task at least, and tokens that are written of a list
+WORDS, ANSWER = 50, 60  # different words that the rows have at least, and tokens that are written of a list
 NEEDLE = "\nOne of the special magic numbers for {key} is: {number}.\n"
 MULTIKEY = (
     "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about "
@@ -175,8 +175,8 @@ def tasks(
         model: a causal language model, stock or swapped.
         rows: token ids of real text, as in `recall`, in which the sentences are hidden.
         tokenizer: of the model.
-        lengths: of the prompts and answers, in tokens. A length is left out that is below 768, or that the rows or the
-            model do not reach.
+        lengths: of the prompts and answers, in tokens. A length is left out that the rows or the model do not reach,
+            and a task in a length that is too short for it, or for which the rows have too few words.
         samples: of each task and length.
 
     Raises:
@@ -192,8 +192,10 @@ def tasks(
     made: dict[tuple[str, int], tuple[Sample, ...]] = {}
     for name, make in (("niah_multikey", maker.multikey), ("vt", maker.tracking), ("cwe", maker.common)):
         for length in sorted(set(lengths)):
-            if SHORTEST <= length <= room:
-                made[name, length] = tuple(make(length, random.Random(f"{name} {length} {n}")) for n in range(samples))
+            if length <= room:
+                drawn = tuple(make(length, random.Random(f"{name} {length} {n}")) for n in range(samples))
+                if all(0.9 * length <= len(sample.ids) + sample.tokens <= length for sample in drawn):
+                    made[name, length] = drawn
     if not made:
         raise ValueError(
             f"no text of {', '.join(map(str, lengths))} tokens can be made: the rows have {len(maker.text_L):,} tokens "
@@ -215,9 +217,9 @@ class _Maker:
         self.start = both[:1] if both[0] == getattr(tokenizer, "bos_token_id", None) else []
         words = sorted({word for word in tokenizer.decode(text_L).split() if word.isascii() and word.islower()})
         self.words = [word for word in words if word.isalpha() and 4 <= len(word) <= 8]
-        if len(self.words) < 20 * COMMON:
+        if len(self.words) < WORDS:
             raise ValueError(
-                f"the tasks take {20 * COMMON} different words from the rows, which have {len(self.words)}; bring more."
+                f"the tasks take {WORDS} different words from the rows, which have {len(self.words)}; bring more."
             )
 
     def multikey(self, length: int, rng: random.Random) -> Sample:
@@ -254,7 +256,7 @@ class _Maker:
 
         counts = range(len(rare) + 1)
         more = bisect.bisect_left(counts, True, key=lambda count: len(prompt(count)) + ANSWER > length)
-        return Sample(torch.tensor(prompt(more - 1)), tuple(frequent), ANSWER)
+        return Sample(torch.tensor(prompt(max(0, more - 1))), tuple(frequent), ANSWER)
 
     def _chain(self, rng: random.Random) -> tuple[list[str], tuple[str, ...], str]:
         """The sentences of a chain, the names of its variables, and their value."""
@@ -292,11 +294,11 @@ def agreement_table(by_name: Mapping[str, Written]) -> Table:
     """How far two models write the same texts."""
     first, second = by_name.values()
     equal, same = agreement(first, second)
-    mean, margin = _mean(equal)
+    count = sum(ours == theirs for ours, theirs in zip(first.ids, second.ids, strict=True))
     rows = [
-        ("equal tokens", f"{mean:.0%} ± {margin:.0%}"),
+        ("equal tokens, mean", f"{fmean(equal):.0%}"),
         ("tokens before the first difference, mean", f"{fmean(same):.1f} of {max(map(len, first.ids))}"),
-        ("equal texts", f"{sum(ours == theirs for ours, theirs in zip(first.ids, second.ids, strict=True))}"),
+        ("equal texts", f"{count} of {len(same)}"),
     ]
     summary = f"Greedy texts of both models behind {len(same)} prompts of {PROMPT} tokens."
     return Table(summary=summary, header=("", "second beside first"), rows=rows)

@@ -97,6 +97,8 @@ def test_texts_are_those_of_generate_and_differ_where_the_models_do() -> None:
 def test_a_text_that_ends_sooner_is_another_text() -> None:
     short, long = Written(ids=((1, 2),), texts=("",)), Written(ids=((1, 2, 3, 4),), texts=("",))
     assert agreement(short, long) == ([0.5], [2])
+    table = generation.agreement_table({"first": short, "second": long})
+    assert [row[1] for row in table.rows] == ["50%", "2.0 of 2", "0 of 1"]
 
 
 def test_the_interval_is_that_of_the_paired_difference() -> None:
@@ -106,16 +108,22 @@ def test_the_interval_is_that_of_the_paired_difference() -> None:
     assert row == ("vt", "1,024", "30.0%", "40.0%", "+10.0% ± 11.3%")
 
 
+def test_a_length_is_left_out_that_is_too_short_for_a_task() -> None:
+    """In bytes, the list of common words takes more than 1,024; and 4,096 are more than these rows have."""
+    made = tasks(stock(), [ROWS[0][:2000]], TOKENIZER, lengths=(1024, 4096), samples=1)
+    assert list(made.samples) == [("niah_multikey", 1024), ("vt", 1024)]
+
+
 def test_refusals() -> None:
     model = stock()
-    with refused("no text of 700 tokens"):
-        tasks(model, ROWS, TOKENIZER, lengths=(700,))
+    with refused("no text of 400 tokens"):
+        tasks(model, ROWS, TOKENIZER, lengths=(400,))
     with refused("no text of 4096 tokens", "the model takes 128"):
         tasks(stock(max_position_embeddings=128), ROWS, TOKENIZER, (4096,))
     with refused("at least one sample"):
         tasks(model, ROWS, TOKENIZER, samples=0)
-    with refused("take 200 different words"):
-        tasks(model, [ROWS[0][:600]], TOKENIZER)
+    with refused("take 50 different words"):
+        tasks(model, [ROWS[0][:200]], TOKENIZER)
     with refused("is no causal language model"):
         continuations(fresh("bert"), ROWS, TOKENIZER)
     with refused("a prompt takes 64 tokens"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import string
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from hf_attn_swap import patch_model
+from hf_attn_swap.measuring.generation import agreement, continuations
 from hf_attn_swap.measuring.recall import recall
 from hf_attn_swap.measuring.retrieval import key_values, needle
 from tests import zoo
@@ -117,6 +119,24 @@ def test_hidden_numbers_and_pairs(command: Command, bytewise: Path, tmp_path: Pa
     assert "\ndepth                1,024 first  1,024 second\n" in printed
     assert "\npairs  first  second  a guess\n16 " in printed
     assert "needle" not in json.loads(command(*words[:-1], "--json").out)["first"]
+
+
+def test_what_both_write(command: Command, bytewise: Path, tmp_path: Path) -> None:
+    """Their texts behind the same prompts, and the scores of both in the same tasks."""
+    windowed = patch_model(AutoModelForCausalLM.from_pretrained(bytewise), "window", window=4, sinks=1)
+    windowed.save_pretrained(tmp_path / "narrow")
+    data = tmp_path / "words.txt"
+    data.write_text(" ".join("".join(word) for word in itertools.product("bdfg", "aeo", "nrst", "aeo")) + ". ")
+    data.write_text(data.read_text() * 3)
+    words = ("compare", bytewise, tmp_path / "narrow", "--data", data, "--rows", "8", "--length", "128", "--generate")
+    report = json.loads(command(*words, "--json").out)
+    tokenizer = byte_tokenizer("left")
+    ids = tokenizer(data.read_text(), add_special_tokens=False)["input_ids"][: 8 * 128]
+    stock = AutoModelForCausalLM.from_pretrained(bytewise)
+    wanted = [continuations(windowed, [ids], tokenizer).measure(model) for model in (stock, windowed)]
+    assert [report[name]["continuations"]["texts"] for name in ("first", "second")] == [list(w.texts) for w in wanted]
+    assert (report["equal_tokens"], report["tokens_before_difference"]) == agreement(*wanted)
+    assert set(report["second"]["tasks"]) == {"niah_multikey 1024", "vt 1024"}, "of bytes, cwe takes more"
 
 
 def test_models_of_different_vocabularies(
