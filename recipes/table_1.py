@@ -96,8 +96,8 @@ def cell(out: Path, name: str, arm: str, seed: int, every: int, words: list[str]
     return result
 
 
-def found(out: Path, models: list[str], arms: list[str], seeds: list[int]) -> Cells:
-    """The results that are there."""
+def read_results(out: Path, models: list[str], arms: list[str], seeds: list[int]) -> Cells:
+    """The results that are there, by model and attention."""
     cells: Cells = {}
     for model in models:
         for arm in arms:
@@ -156,7 +156,7 @@ def main() -> None:
                     result = cell(given.out, model, arm, seed, given.every, words)
                     print(json.dumps({name: result[name] for name in ("model", "arm", "seed", *FIGURES)}), flush=True)
                     gc.collect()
-    cells = found(given.out, given.models, given.arms, given.seeds)
+    cells = read_results(given.out, given.models, given.arms, given.seeds)
     if not cells:
         sys.exit(f"error: there are no results in {given.out}.")
     print(table(cells))
