@@ -128,14 +128,14 @@ def tensors(shape: Sequence[int], device: str, dtype: torch.dtype) -> list[Tenso
     """Random q, k, v, and a random gradient of the output."""
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(tuple(shape), generator=generator).to(device, dtype) for _ in range(4)]
-    return [*(each.requires_grad_() for each in made[:3]), made[3]]
+    return [*(tensor.requires_grad_() for tensor in made[:3]), made[3]]
 
 
 def check(name: str, operator: Operator, shape: Sequence[int], causal: bool, device: str, dtype: torch.dtype) -> None:
     """Raise AssertionError unless output and gradients agree with the reference."""
     near = 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
     given = tensors(shape, device, dtype)
-    exact = [each.detach().double().requires_grad_(each.requires_grad) for each in given]
+    exact = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in given]
     (q, k, v, grad), (exact_q, exact_k, exact_v, exact_grad) = given, exact
     result, wanted = operator(q, k, v, causal), reference(name, exact_q, exact_k, exact_v, causal)
     computed = (result, *torch.autograd.grad(result, given[:3], grad))

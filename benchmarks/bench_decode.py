@@ -85,8 +85,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors(each)
+        for item in value:
+            yield from tensors(item)
     elif type(value).__module__.startswith(("hf_attn_swap", "transformers")) and hasattr(value, "__dict__"):
         yield from tensors(list(vars(value).values()))
 

@@ -291,7 +291,7 @@ def _refuse_another(path: Any, given: Any, saved: Any) -> None:
         ValueError: the blocks describe other swaps.
     """
     one, other = (
-        {layer: dataclasses.replace(each, layers=[], strength=1.0) for each in swaps for layer in each.layers}
+        {layer: dataclasses.replace(swap, layers=[], strength=1.0) for swap in swaps for layer in swap.layers}
         for _, swaps in map(read_block, (given, saved))
     )
     if one != other:

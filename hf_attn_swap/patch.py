@@ -202,23 +202,23 @@ def swappable(installation: Installation) -> tuple[Layer, ...]:
         ValueError: nothing in this model can be swapped (the error says why), or tensor parallelism splits the heads
             of the model over several processes.
     """
-    root, found = installation.root, installation.sites
+    root, sites = installation.root, installation.sites
     _refuse_tensor_parallel(root)
     name = type(root).__name__
     if usable := installation.numbered():
-        if (reason := obstacle(root, found)) is not None:
+        if (reason := obstacle(root, sites)) is not None:
             raise ValueError(f"{name}: {reason}; use the stock attention for this model.")
         return usable
-    if not found:
+    if not sites:
         raise ValueError(f"{name}: {NOTHING}.")
-    reasons = sorted({f"{type(site.core).__name__}: {site.refused or 'cross-attention'}" for site in found})
-    reasons += [f"{name}: attention in the model's own code" for name in _own_attention(root, found)]
+    reasons = sorted({f"{type(site.core).__name__}: {site.refused or 'cross-attention'}" for site in sites})
+    reasons += [f"{name}: attention in the model's own code" for name in _own_attention(root, sites)]
     raise ValueError(f"{name}: nothing can be swapped ({'; '.join(reasons)}).")
 
 
-def _own_attention(root: nn.Module, found: Iterable[Site]) -> list[str]:
+def _own_attention(root: nn.Module, sites: Iterable[Site]) -> list[str]:
     """The classes called attention that hold nothing that asks for an attention function; for a sentence alone."""
-    cores = {id(site.core) for site in found}
+    cores = {id(site.core) for site in sites}
     own = (
         module
         for module in root.modules()

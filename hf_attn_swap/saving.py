@@ -153,12 +153,12 @@ def _check_config(installation: Installation) -> None:
 
 def _layout(installation: Installation) -> list[tuple[Any, ...]]:
     """What must be equal in a model and in the model that its config builds: each module's class, sizes and swap."""
-    found: list[tuple[Any, ...]] = []
+    layers: list[tuple[Any, ...]] = []
     for layer in installation.numbered():
         site, spec, order = layer.site, None, None
         if layer.swapped:
             swap = layer.swap
             spec = swap.spec()
             order = swap.wiring.order if swap.carries and swap.wiring is not None else None
-        found.append((stock_class(site.core).__name__, site.geometry(), spec, order))
-    return found
+        layers.append((stock_class(site.core).__name__, site.geometry(), spec, order))
+    return layers

@@ -47,9 +47,9 @@ def geometry(model: Any, rows: list[dict[str, Tensor]]) -> list[Layer]:
                 if name == "context":
                     delta = belief_projection(heads_BLHD, call.own_values(heads_BLHD.shape[2]))
                     mh, rest = heads_BLHD.flatten(2), delta.flatten(2)
-                    (long, wide), (short, narrow) = (update_geometry(call.x, each @ matrix) for each in (mh, rest))
+                    (long, wide), (short, narrow) = (update_geometry(call.x, part @ matrix) for part in (mh, rest))
                     between = update_geometry(mh, rest)[1]
-                    seen[place].append((long, short, *(180 / math.pi * each for each in (wide, narrow, between))))
+                    seen[place].append((long, short, *(180 / math.pi * angle for angle in (wide, narrow, between))))
                 return heads_BLHD
 
             call.probe = probe
@@ -70,7 +70,7 @@ def table(layers: list[Layer]) -> str:
     rows = []
     for number, (long, short, *angles) in enumerate(layers):
         shorter = (short <= long).double().mean()
-        means = [f"{each.nanmean():.1f}" for each in angles]
+        means = [f"{angle.nanmean():.1f}" for angle in angles]
         rows.append((str(number), f"{long.mean():.4g}", f"{short.mean():.4g}", f"{shorter:.1%}", *means))
     return markdown(HEADER, rows)
 

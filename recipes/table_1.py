@@ -113,8 +113,8 @@ def table(cells: Cells) -> str:
     for (model, arm), results in cells.items():
         values = ([result[name] for result in results] for name in FIGURES)
         figures = [
-            f"{statistics.mean(each):.4g}" + (f" ± {statistics.stdev(each):.2g}" if len(each) > 1 else "")
-            for each in values
+            f"{statistics.mean(of_seeds):.4g}" + (f" ± {statistics.stdev(of_seeds):.2g}" if len(of_seeds) > 1 else "")
+            for of_seeds in values
         ]
         rows.append((model, f"`{arm}`", *figures, str(len(results))))
     header = ("model", "attention", "kurtosis", "largest activation", "full precision", "8 bits", "seeds")
@@ -131,7 +131,7 @@ def draw(cells: Cells) -> Figure:
         for place, title in ((1, "kurtosis"), (2, "largest activation")):
             panel = axes[models.index(model)][place - 1]
             seeds = list(zip(*([point[place] for point in result["curve"]] for result in results), strict=True))
-            (line,) = panel.plot(steps, [statistics.mean(each) for each in seeds], label=arm, lw=1.2)
+            (line,) = panel.plot(steps, [statistics.mean(step) for step in seeds], label=arm, lw=1.2)
             panel.fill_between(steps, list(map(min, seeds)), list(map(max, seeds)), color=line.get_color(), alpha=0.15)
             panel.set(yscale="log", xlabel="step", title=f"{model}: {title}")
     axes[0][0].legend(fontsize=7)

@@ -32,7 +32,7 @@ def register() -> None:
         )
         return
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    for name in sorted({shim.saved_name(each) for each in names if isinstance(each, str)} - known):
+    for name in sorted({shim.saved_name(name) for name in names if isinstance(name, str)} - known):
         add(name, MODEL)
 
 

@@ -193,8 +193,8 @@ def constant_score(swap: Swap) -> Tensor:
 def _others(weights: Iterable[tuple[str, Tensor]], own: dict[str, dict[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The weights that belong to no swap. Those of swaps go into `own`, by the path of the attention module."""
     for name, weight in weights:
-        path, found, rest = name.partition(OWN)
-        if found:
+        path, own_part, rest = name.partition(OWN)
+        if own_part:
             own.setdefault(path, {})[rest] = weight
         else:
             yield name, weight
