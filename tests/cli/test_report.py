@@ -147,8 +147,16 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_package_names_the_extra(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "hf_attn_swap.dynamics.figures", None)
-    refused = command("dynamics", "list")
+@pytest.mark.parametrize(
+    ("module", "extra"), [("datasets", "train"), ("matplotlib.figure", "report"), ("torchdiffeq", "dynamics")]
+)
+def test_a_missing_package_names_the_extra(
+    module: str, extra: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(**_: Any) -> None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr(sys.modules["hf_attn_swap_cli.app"], "app", fails)
+    refused = command("report")
     assert refused.code == 2
-    assert "hf-attn-swap[all]" in refused.err
+    assert refused.err == f'error: No module named {module!r}; pip install "hf-attn-swap[{extra}]"\n'

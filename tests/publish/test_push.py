@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard, constants
 from transformers import AutoModelForMaskedLM, BertTokenizer
 
 import hf_attn_swap
-from hf_attn_swap.publish.hub import push, push_folder
+from hf_attn_swap.publish.hub import files_to_publish, push, push_folder
 from hf_attn_swap.saved import shim
 from tests import zoo
 from tests.harness.hub import WRITER, Hub
@@ -79,7 +79,9 @@ def test_model_card_and_tokenizer_in_one_commit(hub: Hub, tmp_path: Path) -> Non
     (folder / "results.json").write_text(json.dumps(RESULTS))
     for name in ("pytorch_model.bin", "optimizer.pt", "modeling_x.py", "attn_swap.py", ".hidden.json"):
         (folder / name).write_text("this could be a program")
+    planned, *_ = files_to_publish(folder, "me/card")
     push_folder(folder, "me/card")
+    assert set(planned) == set(hub.repositories["me/card"].files()) - {".gitattributes"}
     repository = hub.repositories["me/card"]
     files = repository.files()
     assert repository.titles == ["initial commit", "Upload belief model with hf_attn_swap"]
