@@ -104,6 +104,7 @@ def card_data(result: RunResult) -> ModelCardData:
     variants = dict.fromkeys(swap.variant for swap in result.swaps)
     seeds, scratch = len(result.converted.seeds), result.base.relation == SCRATCH
     based = result.base.on_hub and not scratch
+    on_hub = "/" in result.data.name  # the name of a user's file has none, and is no data set of the Hub
     return ModelCardData(
         language=list(result.language) or None,
         license=result.license,
@@ -111,7 +112,7 @@ def card_data(result: RunResult) -> ModelCardData:
         pipeline_tag=result.task,
         base_model=result.base.name if based else None,
         base_model_relation=result.base.relation if based else None,
-        datasets=[result.data.name],
+        datasets=[result.data.name] if on_hub else None,
         metrics=[metric.name for metric in result.converted.metrics],
         tags=[TAG, *(VARIANT_TAG + variant for variant in variants), *([SCRATCH_TAG] if scratch else [])],
         model_name=result.name,
@@ -128,7 +129,9 @@ def card_data(result: RunResult) -> ModelCardData:
                 metric_value=float(f"{metric.mean:.6g}"),
             )
             for metric in result.converted.metrics
-        ],
+        ]
+        if on_hub
+        else None,
     )
 
 

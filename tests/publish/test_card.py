@@ -55,6 +55,13 @@ def test_metadata() -> None:
     assert "language" not in metadata(render(SPARSE))
 
 
+def test_a_file_of_the_user_is_no_data_set_of_the_hub() -> None:
+    run = result(data={**result().data.__dict__, "name": "my-texts"})
+    assert {"datasets", "model-index"}.isdisjoint(metadata(render(run)))
+    assert "`my-texts`" in render(run)
+    assert "huggingface.co/datasets/my-texts" not in render(run)
+
+
 def test_a_model_from_scratch_has_no_base_model() -> None:
     run = result(base={**result().base.__dict__, "relation": "scratch"}, language=[])
     outcome, text = metadata(render(run)), render(run)
@@ -120,7 +127,7 @@ def test_a_card_without_control_seeds_cost_and_outliers_says_so() -> None:
     assert "**There is no control**" in text
     assert "softmax control |" not in text
     assert "One seed: its spread is not known" in text
-    assert "## Cost\n\nNot measured." in text
+    assert "## Cost\n\nThe time of a pass beside stock attention was not measured." in text
     assert "Outliers" not in text
     assert "Not fine-tuned; run on batches of 16 × 64 tokens." in text
 
