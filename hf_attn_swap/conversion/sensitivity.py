@@ -30,6 +30,7 @@ from ..text.bar import bar
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
 from .config import FULL_HEADS, by_heads
+from .replay import Replay, block_of
 from .report import HeadSensitivity, Sensitivity
 from .rows import FEWEST_HELD, TOKENS
 from .run import Run
@@ -142,9 +143,15 @@ def _measured(
     alone: dict[tuple[int, Any], Lost] = {}
     swapped = installation.layers()
     with installation.strengths_kept():
+        installation.set_strength(dict.fromkeys(swapped, 0.0))
+        replay = Replay.of(installation.root, swapped, held)
         for layer, head in bar(units, desc="sensitivity", shown=progress):
             installation.set_strength(dict.fromkeys(swapped, 0.0) | {layer: 1.0})
-            with contextlib.nullcontext() if head is None else _one_head(layer, head):
+            with contextlib.ExitStack() as inside:
+                if head is not None:
+                    inside.enter_context(_one_head(layer, head))
+                if replay is not None:
+                    inside.enter_context(replay.below(block_of(installation.root, layer)[1]))
                 alone[layer.number, head] = held.lost(model)
         installation.set_strength(dict.fromkeys(swapped, 0.0) | dict.fromkeys(layers, 1.0))
         return alone, held.lost(model)
