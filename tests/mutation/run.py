@@ -155,6 +155,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/journal.py": (stage("conversion/test_journal.py", "conversion/test_snapshot.py"), STEPS),
     "conversion/losses.py": (DISTIL, LOSSES, TEACHER),
     "conversion/quantize.py": (BITS,),
+    "conversion/replay.py": (stage("conversion/test_replay.py"),),
     "conversion/report.py": (stage("conversion/test_sensitivity.py"), REPORTED, CHOSEN, BITS, RECALLED),
     "conversion/rows.py": (ROWS, READING, LEAVES, REFUSED),
     "conversion/run.py": (STEPS, CHOSEN, RESUMED),
