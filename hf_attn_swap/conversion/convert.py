@@ -25,7 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from accelerate.utils import is_compiled_module
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
@@ -239,8 +238,6 @@ def started(
         ValueError, OSError: as `convert`.
     """
     root = model_root(model)
-    if is_compiled_module(model):
-        (model,) = model.children()
     with contextlib.ExitStack() as inside:
         inside.enter_context(searched_once(root))
         folder = Path(inside.enter_context(tempfile.TemporaryDirectory())) if output_dir is None else Path(output_dir)
@@ -248,8 +245,8 @@ def started(
         check_model(model, config, teacher, args)
         config = config.for_model(root)
         if installation_of(root) is not None:
-            unpatch_model(model)
-        for preserved in (model,) if teacher is None else (model, teacher):
+            unpatch_model(root)
+        for preserved in (root,) if teacher is None else (root, teacher):
             inside.enter_context(preserve_training_state(preserved))
         if output_dir is not None:
             inside.enter_context(claimed(folder, writes=args.should_save, inside=True))
@@ -269,13 +266,13 @@ def started(
         journal = _journal(None if output_dir is None else folder, root, teacher, config, rows, held_rows, args)
         passages, why_not = _passages(root, config, held_rows)
         run = Run(
-            model=model,
+            model=root,  # without what is around it: torch.compile, or a SentenceTransformer
             config=config,
             rows=rows,
             args=args,
             folder=folder,
             journal=journal,
-            held=_measured_on(held_rows, teacher or model, config, passages, progress),
+            held=_measured_on(held_rows, teacher or root, config, passages, progress),
             held_rows=len(held_rows),
             teacher=teacher,
             budget=Budget(left=config.tokens, reserved=config.reserved),

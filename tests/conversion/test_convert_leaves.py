@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from hf_attn_swap import convert
 from hf_attn_swap.conversion.distill import StopWithin
 from hf_attn_swap.conversion.run import Run
 from hf_attn_swap.conversion.trainer import DistillationTrainer
@@ -17,7 +18,7 @@ from tests import zoo
 from tests.contract.harness import batch_of, forward, refused, swaps
 from tests.harness.adapters import lora
 
-from .converting import converted, rows, same, stock, weights
+from .converting import HOW, converted, rows, same, stock, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 
@@ -160,6 +161,22 @@ def test_arguments_that_the_conversion_sets_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+class Embedder(torch.nn.Sequential):
+    """As a SentenceTransformer, its forward takes one dict."""
+
+    def forward(self, features: dict[str, Any]) -> torch.Tensor:
+        hidden: torch.Tensor = self[0](**features)[0]
+        return hidden.mean(1)
+
+
+def test_what_is_around_a_model_stays() -> None:
+    alone, inside = zoo.build("bert"), Embedder(zoo.build("bert"))
+    for model in (alone, inside):
+        convert(model, "belief", rows("bert"), tokens=200, progress=False, stages=[HOW["bert"]])
+    assert same(weights(inside[0]), weights(alone))
+    assert inside({"input_ids": batch_of("bert")["input_ids"]}).shape[0] == len(batch_of("bert")["input_ids"])
+
+
 def test_a_compiled_model() -> None:
     """It runs the converted model afterwards, although it was compiled for the stock model."""
     model, plain = stock("bert"), stock("bert")
