@@ -61,13 +61,15 @@ def compare(
     ):
         cost = None
         sentences.append(
-            "What was lost is not told: the weights are no longer the stock model's; name the stock model."
+            "What was lost is not told: the weights are no longer the stock model's; name the stock model (`stock=`, "
+            "or `--base` in a shell)."
         )
     else:
         cost = lost(model, bar(inputs.batches, desc="what was lost", unit="batch"), stock=stock)
         if stock is None and swapped:
             sentences.append(
-                "What was lost is told against the same weights; name the stock model if they were trained."
+                "What was lost is told against the same weights; name the stock model "
+                "(`stock=`, or `--base` in a shell) if they were trained."
             )
     if inputs.rows == 1:
         sentences.append("A single row: its figures have no spread, and another row may look different.")
