@@ -229,3 +229,18 @@ def test_theorems_5_1_and_5_2(alpha_prime: float) -> None:
         assert (got <= bound + rounding).all()
     plain = first ** ((3**depth - 1) // 2) * start[fits] ** (3**depth)
     assert (got > plain + rounding).any() == (alpha_prime > 0)
+
+
+@pytest.mark.parametrize(("sign", "stays"), [(-1, True), (1, False)])
+def test_the_sign_of_eq_77_and_78(sign: int, stays: bool) -> None:
+    """Central differences, h_{n+1} = 2 rho S +- 2 rho h_n + h_{n-1}: h = S rests with the minus that they give.
+
+    The paper prints a plus. With either sign a disturbance grows by rho + sqrt(1 + rho^2) per layer.
+    """
+    rho, scores = 0.5, normal(1, 6)
+    assert (2 * rho * scores + sign * 2 * rho * scores + scores).allclose(scores) == stays
+    sizes, before, now = [], tensor(0.0)[0], tensor(1.0)[0]
+    for _ in range(40):
+        before, now = now, sign * 2 * rho * now + before
+        sizes.append(now.abs())
+    torch.testing.assert_close(sizes[-1] / sizes[-2], tensor(rho + (1 + rho**2) ** 0.5)[0])
