@@ -5,8 +5,8 @@
 
 With a model of texts or images (Figures 2 and 6 to 22 of the modern Hopfield paper), stock and under each variant at
 strength 1: the cosines of all pairs of tokens of a row after each layer, and the entropies of all rows of weights, as a
-table and as violins in one picture. A layer has a peak at 1 if more pairs lie between 0.98 and 1 than between 0.96 and
-0.98.
+table and as violins in one picture. A layer has a peak near 1 if one of the five bins of 0.02 above 0.9 holds more
+pairs than any of the five below, and at least 1 % of all pairs lie above 0.9.
 
 Without a model, Table 8: no MLP and no residual connection, x <- alpha x' + (1 - alpha) softmax(H) V W_o
 with x' = LayerNorm(x) and H <- alpha' H + (1 - alpha') S. The recipe computes all four cells of (alpha, alpha'); the
@@ -163,28 +163,31 @@ def recorded(model: Any, rows: list[dict[str, Tensor]], variants: list[str]) -> 
     return found
 
 
-def figures(layer: Layer) -> dict[str, float]:
-    """The figures of a layer's violins: means, the most frequent cosine, and the shares of pairs next to 1."""
+def figures(layer: Layer) -> dict[str, float | None]:
+    """The figures of a layer's violins: means, the most frequent cosine, the share of pairs above 0.9, and the peak."""
     share = layer.pairs.counts / layer.pairs.counts.sum()
-    width = (layer.pairs.high - layer.pairs.low) / len(share)
+    middles = torch.linspace(layer.pairs.low, layer.pairs.high, 2 * len(share) + 1)[1::2]
+    near, below = share[-5:], share[-10:-5]
     return {
         "cosine": statistics.mean(layer.similarity),
-        "mode": layer.pairs.low + (float(share.argmax()) + 0.5) * width,
-        "at_one": float(share[-1]),
-        "below_one": float(share[-2]),
+        "mode": float(middles[share.argmax()]),
+        "near_one": float(near.sum()),
+        "peak": float(middles[-5:][near.argmax()]) if near.max() > below.max() and near.sum() >= 0.01 else None,
         "entropy": float(layer.entropy.value.mean()),
     }
 
 
-def pairs_table(study: dict[str, list[dict[str, float]]]) -> str:
-    """A Markdown table with a row per layer and a column per attention; * marks a peak at 1."""
+def pairs_table(study: dict[str, list[dict[str, float | None]]]) -> str:
+    """A Markdown table with a row per layer and a column per attention."""
     lines = []
     for number, cells in enumerate(zip(*study.values(), strict=True)):
-        shown = (
-            f"{c['cosine']:.2f}, mode {c['mode']:.2f}, {c['at_one']:.1%} at 1{' *' * (c['at_one'] > c['below_one'])}, "
-            f"entropy {c['entropy']:.2f}"
-            for c in cells
-        )
+        shown = []
+        for cell in cells:
+            peak = "" if cell["peak"] is None else f" with a peak at {cell['peak']:.2f}"
+            shown.append(
+                f"{cell['cosine']:.2f}, mode {cell['mode']:.2f}, {cell['near_one']:.1%} above 0.9{peak}, "
+                f"entropy {cell['entropy']:.2f}"
+            )
         lines.append((str(number), *shown))
     return markdown(("layer", *study), lines)
 
