@@ -114,7 +114,9 @@ def pairs_table() -> str:
     for path in sorted(FIGURES.glob("pairs-*.json")):
         study = json.loads(path.read_text("utf-8"))
         for name, layers in study["layers"].items():
-            peaks = [f"{number} ({layer['peak']:.2f})" for number, layer in enumerate(layers) if layer["peak"]]
+            peaks = [layer["peak"] for layer in layers if layer["peak"] is not None]
+            places = [number for number, layer in enumerate(layers) if layer["peak"] is not None]
+            between = f"{len(places)} of {len(layers)}: {places[0]} to {places[-1]}, " if places else "none"
             figures = ("near_one", "cosine", "entropy")
             shares, cosines, entropies = ([layer[figure] for layer in layers] for figure in figures)
             rows.append(
@@ -122,12 +124,12 @@ def pairs_table() -> str:
                     study["model"],
                     canonical_label(name) if name != "stock" else name,
                     f"{cosines[0]:.2f}, {max(cosines[:-1]):.2f}, {cosines[-1]:.2f}",
-                    ", ".join(peaks) or "none",
+                    between + (f"at {min(peaks):.2f} to {max(peaks):.2f}" if peaks else ""),
                     f"{max(shares):.1%} (layer {shares.index(max(shares))})",
                     f"{min(entropies):.2f} to {max(entropies):.2f}",
                 )
             )
-    header = ("model", "attention", "mean cosine: first layer, highest, last", "layers with a peak near 1 (at)")
+    header = ("model", "attention", "mean cosine: first layer, highest, last", "layers with a peak near 1")
     return markdown((*header, "most pairs above 0.9", "mean entropy of a layer"), rows)
 
 

@@ -285,7 +285,7 @@ COVERAGE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         (
             "Figures 2 and 6 to 14",
             "cosines of pairs of tokens over the layers: pretrained models, nothing trained",
-            MEASURED,
+            AGAINST,
             PAIRS,
         ),
         ("Figures 3 to 5", "discretisations: the backward ones have no forward pass", NO_FIGURES, ""),
