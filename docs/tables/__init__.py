@@ -114,9 +114,6 @@ def pairs_table() -> str:
     for path in sorted(FIGURES.glob("pairs-*.json")):
         study = json.loads(path.read_text("utf-8"))
         for name, layers in study["layers"].items():
-            peaks = [layer["peak"] for layer in layers if layer["peak"] is not None]
-            places = [number for number, layer in enumerate(layers) if layer["peak"] is not None]
-            between = f"{len(places)} of {len(layers)}: {places[0]} to {places[-1]}, " if places else "none"
             figures = ("near_one", "cosine", "entropy")
             shares, cosines, entropies = ([layer[figure] for layer in layers] for figure in figures)
             rows.append(
@@ -124,13 +121,23 @@ def pairs_table() -> str:
                     study["model"],
                     canonical_label(name) if name != "stock" else name,
                     f"{cosines[0]:.2f}, {max(cosines[:-1]):.2f}, {cosines[-1]:.2f}",
-                    between + (f"at {min(peaks):.2f} to {max(peaks):.2f}" if peaks else ""),
+                    _peaks(layers),
                     f"{max(shares):.1%} (layer {shares.index(max(shares))})",
                     f"{min(entropies):.2f} to {max(entropies):.2f}",
                 )
             )
     header = ("model", "attention", "mean cosine: first layer, highest, last", "layers with a peak near 1")
     return markdown((*header, "most pairs above 0.9", "mean entropy of a layer"), rows)
+
+
+def _peaks(layers: list[dict[str, float | None]]) -> str:
+    """Which layers have a peak near 1, and where it lies."""
+    found = [(number, layer["peak"]) for number, layer in enumerate(layers) if layer["peak"] is not None]
+    if not found:
+        return "none"
+    numbers, places = zip(*found, strict=True)
+    between = f"{min(places):.2f} to {max(places):.2f}" if min(places) < max(places) else f"{places[0]:.2f}"
+    return f"{len(found)} of {len(layers)}: {numbers[0]} to {numbers[-1]}, at {between}"
 
 
 def outlier_table() -> str:
