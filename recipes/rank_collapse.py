@@ -40,6 +40,7 @@ from hf_attn_swap.analysis import Recording, plots, record
 from hf_attn_swap.analysis.metrics import residual_ratio
 from hf_attn_swap.analysis.recording import Layer
 from hf_attn_swap.functional import hopfield_scores
+from hf_attn_swap.text.finite import finite
 from hf_attn_swap.text.table import markdown
 
 STOCK = "stock"
@@ -173,7 +174,7 @@ def figures(layer: Layer) -> dict[str, float | None]:
         "mode": float(middles[share.argmax()]),
         "near_one": float(near.sum()),
         "peak": float(middles[-5:][near.argmax()]) if near.max() > below.max() and near.sum() >= 0.01 else None,
-        "entropy": float(layer.entropy.value.mean()),
+        "entropy": finite(float(layer.entropy.value.mean())),
     }
 
 
@@ -184,9 +185,9 @@ def pairs_table(study: dict[str, list[dict[str, float | None]]]) -> str:
         shown = []
         for cell in cells:
             peak = "" if cell["peak"] is None else f" with a peak at {cell['peak']:.2f}"
+            entropy = "no entropy" if cell["entropy"] is None else f"entropy {cell['entropy']:.2f}"
             shown.append(
-                f"{cell['cosine']:.2f}, mode {cell['mode']:.2f}, {cell['near_one']:.1%} above 0.9{peak}, "
-                f"entropy {cell['entropy']:.2f}"
+                f"{cell['cosine']:.2f}, mode {cell['mode']:.2f}, {cell['near_one']:.1%} above 0.9{peak}, {entropy}"
             )
         lines.append((str(number), *shown))
     return markdown(("layer", *study), lines)
