@@ -21,7 +21,7 @@ from hf_attn_swap.training.soft_labels import SoftLabelTrainer
 from tests import zoo
 from tests.harness.recipes import NO_SAVING, needs_recipes, recipe
 
-from .test_families import pictures
+from .conftest import pictures
 
 ALL = {"rand_augment": 9, "random_erasing": 0.25, "mixup": 0.8, "cutmix": 1.0, "drop_path": 0.5}
 SIZES = (
