@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import default_data_collator
+from transformers import PreTrainedModel, default_data_collator
 from transformers.models.vit.modeling_vit import ViTLayer
 
 LEVELS = 11  # magnitudes of RandAugment: 0 to 10, as timm counts them, with which ViTs are usually trained
@@ -95,14 +95,14 @@ class Augmentation:
         return batch
 
 
-def with_drop_path(model: nn.Module, rate: float) -> nn.Module:
+def with_drop_path(model: PreTrainedModel, rate: float) -> PreTrainedModel:
     """The model itself, whose layers leave out a branch of some rows while it trains; the rate rises with the depth.
 
     Raises:
         ValueError: the model is no ViT.
         ImportError: torchvision is missing.
     """
-    layers = [module for module in model.modules() if isinstance(module, ViTLayer)]
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, ViTLayer)]
     if not layers:
         raise ValueError("--drop_path is for the architecture vit; others have a rate of their own in the config.")
     for layer, own in zip(layers, torch.linspace(0, rate, len(layers)).tolist(), strict=True):
