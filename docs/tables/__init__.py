@@ -53,6 +53,7 @@ from .stanhop import simple_table, stanhop_table
 
 FIGURES = Path(__file__).parents[2] / "recipes" / "figures"
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "figures"
+ROUNDING = 1e-12  # a residual ratio below this one is rounding
 SHOWN_LAYERS = (1, 2, 3, 4, 8, 12)
 
 
@@ -89,6 +90,54 @@ def rank_table() -> str:
         shown = [f"{by_name[c]['mean']:.2g} ({by_name[c]['low']:.2g} to {by_name[c]['high']:.2g})" for c in cells]
         lines.append((str(layer), *shown))
     return markdown(("layer", *(f"α = {a:g}, α′ = {b:g}" for a, b in cells)), lines)
+
+
+def allowed_table() -> str:
+    """The decay of the residual in a layer for alpha = 0: measured, allowed, and the share under the condition."""
+    rows = json.loads((FIGURES / "rank_collapse.json").read_text("utf-8"))["rows"]
+    found = [row for row in rows if row["alpha"] == 0]
+    lines = []
+    for layer in range(1, max(row["layer"] for row in found if row["low"] > ROUNDING) + 1):
+        cells: list[str] = []
+        for row in sorted((row for row in found if row["layer"] == layer), key=lambda row: row["alpha_prime"]):
+            allowed = float(f"{row['allowed']:.2g}")
+            told = (f"{row['decay']:.2g}", f"{allowed:,.0f}", f"{row['condition']:.0%}")
+            cells += told if row["low"] > ROUNDING else ("–", "–", "–")
+        lines.append((str(layer), *cells))
+    header = ("decay", "allowed", "under the condition")
+    return markdown(("layer", *(f"{words}, α′ = {share}" for share in ("0", "0.5") for words in header)), lines)
+
+
+def pairs_table() -> str:
+    """One row per model and attention of every file that `recipes/rank_collapse.py --model` wrote."""
+    rows = []
+    for path in sorted(FIGURES.glob("pairs-*.json")):
+        study = json.loads(path.read_text("utf-8"))
+        for name, layers in study["layers"].items():
+            figures = ("near_one", "cosine", "entropy")
+            shares, cosines, entropies = ([layer[figure] for layer in layers] for figure in figures)
+            rows.append(
+                (
+                    study["model"],
+                    canonical_label(name) if name != "stock" else name,
+                    f"{cosines[0]:.2f}, {max(cosines[:-1]):.2f}, {cosines[-1]:.2f}",
+                    _peaks(layers),
+                    f"{max(shares):.1%} (layer {shares.index(max(shares))})",
+                    f"{min(entropies):.2f} to {max(entropies):.2f}",
+                )
+            )
+    header = ("model", "attention", "mean cosine: first layer, highest, last", "layers with a peak near 1")
+    return markdown((*header, "most pairs above 0.9", "mean entropy of a layer"), rows)
+
+
+def _peaks(layers: list[dict[str, float | None]]) -> str:
+    """Which layers have a peak near 1, and where it lies."""
+    found = [(number, layer["peak"]) for number, layer in enumerate(layers) if layer["peak"] is not None]
+    if not found:
+        return "none"
+    numbers, places = zip(*found, strict=True)
+    between = f"{min(places):.2f} to {max(places):.2f}" if min(places) < max(places) else f"{places[0]:.2f}"
+    return f"{len(found)} of {len(layers)}: {numbers[0]} to {numbers[-1]}, at {between}"
 
 
 def outlier_table() -> str:
@@ -169,6 +218,8 @@ TABLES = {
     "layers": layers_table,
     "hybrid": decoding_table,
     "rank": rank_table,
+    "pairs": pairs_table,
+    "allowed": allowed_table,
     "outliers": outlier_table,
     "eight-bits": lambda: eight_bits_table("perplexity"),
     "eight-bits-classifiers": lambda: eight_bits_table("accuracy"),

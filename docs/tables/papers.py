@@ -254,11 +254,12 @@ def _clear(run: RunResult) -> bool:
 MEASURED, AGAINST, NOT_MEASURED, NO_FIGURES = "measured", "measured, against the paper", "not measured", "no figures"
 HERE, OUTLIERS, SCRATCH, MEMORY, DYNAMICS = "", "outliers.md", "scratch.md", "memory.md", "dynamics.md"
 SPEED, THEOREMS = "speed.md", "memory.md#theorems"
+PAIRS, RESIDUALS = "outliers.md#pairs-of-tokens", "outliers.md#theorem-52"
 LARGE = "needs a GPU: the sizes of the paper"
 NO_COMMAND = "no command draws it yet"
 
-# Every table and figure of the papers, and theorems of OutEffHop: what it shows, its status, and where its figures are,
-# or why there are none.
+# Every table and figure of the papers, and theorems of OutEffHop and modern Hopfield attention: what it shows, its
+# status, and where its figures are, or why there are none.
 COVERAGE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "SimpleTRON": (
         ("Table 1", "Long Range Arena: ListOps and text in small; matching not", MEASURED, HERE),
@@ -279,21 +280,24 @@ COVERAGE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("Table 6", "one of α and α′ moved; on pretrained weights", AGAINST, HERE),
         ("Table 7", "depth without residual connections, in small", AGAINST, HERE),
         ("Table 8", "rank collapse at the start", MEASURED, OUTLIERS),
-        ("Tables 9 and 10", "the settings of the trainings", NO_FIGURES, ""),
+        ("Tables 9 and 10", "settings: configurations `hopfield_gpt2`, `hopfield_vit_tiny` and others", NO_FIGURES, ""),
         ("Figure 1", "the layer", NO_FIGURES, ""),
         (
             "Figures 2 and 6 to 14",
-            "cosines of pairs of tokens over the layers: `report` draws them for any model",
-            NOT_MEASURED,
-            LARGE,
+            "cosines of pairs of tokens over the layers: pretrained models, nothing trained",
+            AGAINST,
+            PAIRS,
         ),
-        ("Figures 3 to 5", "discretisations", NO_FIGURES, ""),
+        ("Figures 3 to 5", "discretisations: the backward ones have no forward pass", NO_FIGURES, ""),
         (
             "Figures 15 to 22",
-            "attention entropy over the layers: means per head in place of violins",
+            "attention entropy over the layers: violins per layer, a dot per head, of pretrained models",
             MEASURED,
-            OUTLIERS,
+            PAIRS,
         ),
+        ("Theorem 5.1", "double exponential decay without carried scores, as a test", MEASURED, RESIDUALS),
+        ("Theorem 5.2", "the bound with carried scores, as a test; its power is another one", AGAINST, RESIDUALS),
+        ("Lemmas D.1 and D.2", "the residual after one layer, as tests and in Table 8's ViT-T", MEASURED, RESIDUALS),
     ),
     "BeliefFormer": (
         ("Table 1", "parameters and time of ViT: here those of BERT-base", MEASURED, HERE),

@@ -9,10 +9,13 @@ figure 3; residual ratio: Dong et al. 2021. Axes: B batch, T token, E feature, H
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 EPSILON = 1e-6
+ROWS = 256  # tokens whose cosines with all others are held at a time
 
 
 def kurtosis(activation_BTE: Tensor, real_BT: Tensor | None = None) -> Tensor:
@@ -53,6 +56,15 @@ def _similarity(sample_TE: Tensor) -> Tensor:
     count = len(unit)
     pairs = unit.sum(0).square().sum() - unit.square().sum()  # the sum over i != j without the T x T matrix
     return pairs / (count * (count - 1)) if count > 1 else pairs.new_tensor(float("nan"))
+
+
+def pair_cosines(states_BTE: Tensor, real_BT: Tensor | None = None) -> Iterator[Tensor]:
+    """The cosines (P,) of the pairs i < j of a sample's real tokens, a block of pairs at a time."""
+    for sample in _samples(states_BTE, real_BT):
+        unit = torch.nn.functional.normalize(sample, dim=-1)
+        for start in range(0, len(unit), ROWS):
+            block = unit[start : start + ROWS] @ unit[start:].T
+            yield block[torch.ones_like(block, dtype=torch.bool).triu(1)]
 
 
 def attention_entropy(weights_BHQK: Tensor) -> Tensor:

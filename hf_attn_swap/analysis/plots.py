@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .recording import Recording, mean
+from .recording import BINS, Counts, Recording, mean
 
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3")
 WIDTH, HEIGHT = 7.0, 3.2  # inches
@@ -20,35 +20,71 @@ Recordings = Mapping[str, Recording]
 
 
 def similarity(recordings: Recordings) -> Figure:
-    """Mean cosine of two tokens per layer; 1 is a collapse to one token."""
-    figure, axes = _figure("layer", "cosine of two tokens")
-    for label, recording, colour, _ in _styled(recordings):
-        values = [mean(layer.similarity) for layer in recording.in_order]
-        axes.plot(sorted(recording.layers), values, ".-", color=colour, label=label)
-    _finish(axes, recordings)
+    """Cosines of all pairs of tokens per layer, a line through their mean; 1 is a collapse to one token."""
+    figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+    _similarity(figure.add_subplot(), recordings)
     return figure
 
 
 def entropy(recordings: Recordings) -> Figure:
-    """Mean attention entropy in nats per layer, a dot per head, a line through the mean over heads."""
-    return _heads(recordings, "entropy", "attention entropy (nats)")
+    """Attention entropy in nats of all rows of weights per layer, a dot per head, a line through the mean of heads."""
+    figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+    _entropy(figure.add_subplot(), recordings)
+    return figure
+
+
+def spread(recordings: Recordings) -> Figure:
+    """`similarity` above `entropy`."""
+    figure = Figure(figsize=(1.3 * WIDTH, 1.8 * HEIGHT), layout="constrained")
+    above, below = figure.subplots(2, 1)
+    _similarity(above, recordings)
+    _entropy(below, recordings)
+    return figure
 
 
 def sinks(recordings: Recordings) -> Figure:
     """Share of attention on the first token and separators per layer, a dot per head, a line through their mean."""
-    return _heads(recordings, "sinks", "attention on sink tokens")
+    figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+    _heads(figure.add_subplot(), recordings, "sinks", "attention on sink tokens")
+    return figure
 
 
-def _heads(recordings: Recordings, name: str, words: str) -> Figure:
-    figure, axes = _figure("layer", words)
+def _similarity(axes: Axes, recordings: Recordings) -> None:
+    for label, recording, colour, _ in _styled(recordings):
+        values = [mean(layer.similarity) for layer in recording.in_order]
+        axes.plot(sorted(recording.layers), values, ".-", color=colour, label=label)
+    _violins(axes, recordings, "pairs")
+    _finish(axes, recordings, "cosine of two tokens")
+
+
+def _entropy(axes: Axes, recordings: Recordings) -> None:
+    _violins(axes, recordings, "entropies")
+    _heads(axes, recordings, "entropy", "attention entropy (nats)")
+
+
+def _violins(axes: Axes, recordings: Recordings, name: str) -> None:
+    """For each layer, how often each value is found, as a width; the largest width of a layer is always the same."""
+    for _, recording, colour, shift in _styled(recordings):
+        for place in sorted(recording.layers):
+            found: Counts = getattr(recording.layers[place], name)
+            edges, counts = np.linspace(found.low, found.high, BINS + 1), found.counts.numpy()
+            if not counts.any():
+                continue
+            half = np.repeat(0.4 / len(recordings) * counts / counts.max(), 2)
+            height, middle = np.repeat(edges, 2)[1:-1], place + shift
+            axes.fill_betweenx(
+                height, middle - half, middle + half, where=half > 0, color=colour, alpha=0.45, linewidth=0
+            )
+
+
+def _heads(axes: Axes, recordings: Recordings, name: str, words: str) -> None:
     for label, recording, colour, shift in _styled(recordings):
         places = sorted(recording.layers)
         heads = [getattr(layer, name).known for layer in recording.in_order]
         for place, values in zip(places, heads, strict=True):
             axes.plot([place + shift] * len(values), values, ".", color=colour, markersize=4, alpha=0.6)
         axes.plot(places, [mean(values) for values in heads], color=colour, label=label)
-    _finish(axes, recordings)
-    return figure
+    _finish(axes, recordings, words)
 
 
 def outliers(recordings: Recordings) -> Figure:
@@ -78,15 +114,8 @@ def updates(recordings: Recordings) -> Figure:
     return figure
 
 
-def _figure(x: str, y: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    return figure, axes
-
-
-def _finish(axes: Axes, recordings: Recordings) -> None:
+def _finish(axes: Axes, recordings: Recordings, words: str) -> None:
+    axes.set(xlabel="layer", ylabel=words)
     places = sorted({place for recording in recordings.values() for place in recording.layers})
     axes.set_xticks(places[:: -(-len(places) // 16)])
     axes.legend(fontsize="small")

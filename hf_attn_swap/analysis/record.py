@@ -155,6 +155,8 @@ class Recorder:
             if several.any():
                 chosen = states[several].detach()
                 layer.similarity += metrics.token_similarity(chosen, real[several]).tolist()
+                for cosines in metrics.pair_cosines(chosen, real[several]):
+                    layer.pairs.add(cosines)
                 layer.residual += metrics.residual_ratio(chosen, real[several]).tolist()
 
         return hook
@@ -180,6 +182,7 @@ class Recorder:
                 # The weights of linear attention are products and not probabilities.
                 entropy = torch.full_like(entropy, float("nan"))
             layer.entropy.add(entropy.transpose(1, 2)[real])
+            layer.entropies.add(entropy.transpose(1, 2)[real])
             layer.sinks.add(metrics.sink_mass(weights, self._sinks(weights)).transpose(1, 2)[real])
 
         return hook

@@ -13,6 +13,9 @@ from torch import Tensor
 from ..text.finite import finite
 from .largest import Largest
 
+BINS = 100
+MOST_NATS = 10.0  # the entropy of 22,000 keys with equal weights
+
 
 @dataclass
 class Mean:
@@ -42,6 +45,24 @@ class Mean:
 
 
 @dataclass
+class Counts:
+    """How many values lie in each of equal bins between two ends. A value beyond an end counts in the bin there."""
+
+    low: float
+    high: float
+    counts: Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64))
+
+    def add(self, values: Tensor) -> None:
+        """Count the values of a tensor of any shape, without NaN."""
+        places = (values[~values.isnan()] - self.low) * (BINS / (self.high - self.low))
+        self.counts += torch.bincount(places.long().clamp(0, BINS - 1), minlength=BINS).cpu()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ends and the counts for JSON."""
+        return {"low": self.low, "high": self.high, "counts": self.counts.tolist()}
+
+
+@dataclass
 class Activation:
     """The outliers in one module's outputs, one number per sample."""
 
@@ -60,6 +81,7 @@ class Layer:
     Attributes:
         similarity, residual: token similarity and residual ratio of the block's output, one number per sample with more
             than one token.
+        pairs, entropies: how many pairs of tokens have which cosine, and how many rows of weights which entropy.
         entropy, sinks: (H,), attention entropy and sink mass, as means over the rows of real queries.
         update_norm, update_angle: norm of W_o's output, and its angle with the layer's input: means over real tokens.
         largest: the largest activation of the block's output, and its token.
@@ -72,6 +94,8 @@ class Layer:
     update_norm: Mean = field(default_factory=Mean)
     update_angle: Mean = field(default_factory=Mean)
     largest: Largest = field(default_factory=Largest)
+    pairs: Counts = field(default_factory=lambda: Counts(-1.0, 1.0))
+    entropies: Counts = field(default_factory=lambda: Counts(0.0, MOST_NATS))
 
     def to_dict(self) -> dict[str, Any]:
         """The measurements as lists and numbers for JSON. None stands for a number that is missing or not defined."""
@@ -79,6 +103,7 @@ class Layer:
             name: value.value.tolist() if isinstance(value, Mean) else value for name, value in vars(self).items()
         }
         values["largest"] = asdict(self.largest)
+        values |= {"pairs": self.pairs.to_dict(), "entropies": self.entropies.to_dict()}
         return {name: finite(value) for name, value in values.items()}
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
 
 from ..measuring.batches import token_mask
 from ..quantization.places import is_norm
+from .soft_labels import SoftLabelTrainer
 
 
 @dataclass(kw_only=True)
@@ -44,7 +44,7 @@ class PenaltyArguments:
         return both if self.outlier_penalty else {}
 
 
-class PenalizedTrainer(Trainer):
+class PenalizedTrainer(SoftLabelTrainer):
     """A `Trainer` whose loss has the penalty as one more term while the model trains.
 
     The loss of the model must be a mean over rows, whatever the number of accumulated parts.

@@ -43,6 +43,7 @@ from ..writing import claimed, saved_whole, told_where
 from .arguments import CONTROL, DTYPES, ConversionArguments, ModelArguments
 from .metrics import OUTLIERS, scores
 from .penalty import PenalizedTrainer
+from .soft_labels import SoftLabelTrainer
 from .stages import FineTune, run_stage
 
 OUTCOME_FILE = "outcome.json"
@@ -125,7 +126,7 @@ def _run(
     tuned = Path(training.output_dir or "runs") / CONTROL / f"seed-{seed}" / TRAINED
     before, first, converted, sentences = _converted(task, model, conversion, args, settings, tuned)
     _freeze(converted, conversion.freeze)
-    made: Any = PenalizedTrainer if task.penalty else Trainer
+    made: Any = PenalizedTrainer if task.penalty else SoftLabelTrainer
     trainer: Trainer = made(converted, args, task.collate, train_dataset=task.train, **task.penalty)
     trainer.model_accepts_loss_kwargs &= not task.mean_loss
     if silent():
@@ -265,6 +266,10 @@ def _settings(
     }
     if training.lr_scheduler_type != SchedulerType.LINEAR:
         budget["scheduler"] = SchedulerType(training.lr_scheduler_type).value
+    if training.lr_scheduler_kwargs:
+        budget["scheduler_kwargs"] = training.lr_scheduler_kwargs
+    if training.label_smoothing_factor:
+        budget["label_smoothing"] = training.label_smoothing_factor
     converting: dict[str, Any] = {"freeze": conversion.freeze}
     if model.variant != CONTROL or conversion.steps:
         converting |= {"stages": conversion.plan}

@@ -37,6 +37,18 @@ def test_similarity_by_hand() -> None:
     tokens = torch.stack([angles.cos(), angles.sin()], -1)[None] * torch.tensor([1.0, 5.0, 0.1])[:, None]
     assert metrics.token_similarity(tokens).item() == pytest.approx((0.5 + 0.5 - 0.5) / 3, abs=1e-6)
     assert metrics.token_similarity(tokens[:, :1]).isnan().all()
+    assert torch.cat(list(metrics.pair_cosines(tokens))).tolist() == pytest.approx([0.5, -0.5, 0.5], abs=1e-6)
+
+
+def test_each_pair_of_real_tokens_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two samples, in blocks of four tokens."""
+    monkeypatch.setattr(metrics, "ROWS", 4)
+    states, real = random(2, 11, 5), torch.ones(2, 11, dtype=torch.bool)
+    real[1, 7:] = False
+    pairs = torch.cat(list(metrics.pair_cosines(states, real)))
+    assert len(pairs) == 11 * 10 // 2 + 7 * 6 // 2
+    means = torch.stack([pairs[:55].mean(), pairs[55:].mean()])
+    assert torch.allclose(means, metrics.token_similarity(states, real), atol=1e-12)
 
 
 def test_entropy_by_hand() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from matplotlib.path import Path
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.analysis import Recording, plots, record
+from hf_attn_swap.analysis.recording import Layer
 from tests.contract.harness import batch_of, forward, fresh, perturb
 
 
@@ -32,6 +34,26 @@ def test_similarity(recordings: dict[str, Recording]) -> None:
     assert labels(figure) == list(recordings)
     for line, recording in zip(figure.axes[0].lines, recordings.values(), strict=True):
         assert line.get_ydata() == pytest.approx([np.mean(recording.layers[place].similarity) for place in range(3)])
+
+
+def test_violins(recordings: dict[str, Recording]) -> None:
+    """One per layer and model, over the values that the layer has; a linear attention has no entropies."""
+    above, below = plots.spread(recordings).axes
+    assert [len(axes.collections) for axes in (above, below)] == [6, 3]
+    for violin, layer in zip(above.collections, recordings["unswapped"].in_order, strict=False):
+        drawn, found = Path.make_compound_path(*violin.get_paths()).get_extents(), layer.pairs.counts.nonzero()
+        assert drawn.intervaly == pytest.approx([-1 + float(end) / 50 for end in (found.min(), found.max() + 1)])
+        assert drawn.width == pytest.approx(0.4), "the most frequent value"
+
+
+def test_all_pairs_at_one() -> None:
+    """A single bin is drawn, and values beyond the ends are counted in it."""
+    recording = Recording(layers={0: Layer()})
+    recording.layers[0].pairs.add(torch.tensor([[1.0, 1.0 + 1e-7], [float("nan"), 0.985]]))
+    assert recording.layers[0].pairs.counts.nonzero().tolist() == [[99]]
+    assert recording.layers[0].pairs.counts[99] == 3
+    (violin,) = plots.similarity({"one": recording}).axes[0].collections
+    assert violin.get_paths()[0].get_extents().intervaly == pytest.approx((0.98, 1.0))
 
 
 def test_entropy_and_sinks(recordings: dict[str, Recording]) -> None:

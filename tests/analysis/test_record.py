@@ -65,9 +65,12 @@ def test_equals_the_public_outputs(name: str) -> None:
     with torch.no_grad():
         outputs = stock(**batch, output_attentions=True, output_hidden_states=True)
     real = batch.get("attention_mask", torch.ones(outputs.hidden_states[0].shape[:2])).bool()
+    tokens = real.sum(1)
     for place, layer in recording.layers.items():
-        entropy = metrics.attention_entropy(outputs.attentions[place]).transpose(1, 2)[real].mean(0)
-        assert torch.allclose(layer.entropy.value, entropy, atol=1e-6)
+        entropies = metrics.attention_entropy(outputs.attentions[place]).transpose(1, 2)[real]
+        assert torch.allclose(layer.entropy.value, entropies.mean(0), atol=1e-6)
+        assert layer.entropies.counts.sum() == entropies.numel()
+        assert layer.pairs.counts.sum() == (tokens * (tokens - 1) // 2).sum()
         if place + 1 < len(recording.layers):  # the last hidden states have passed the final norm
             similarity = metrics.token_similarity(outputs.hidden_states[place + 1], real)
             assert layer.similarity == pytest.approx(similarity.tolist(), abs=1e-7)  # eager softmax is fp32

@@ -115,6 +115,7 @@ OUT_OF_RANGE = [
     ("modern_hopfield", {"alpha_prime": 1.1}, "alpha_prime must lie in [0, 1]"),
     ("modern_hopfield", {"scheme": "central"}, "The central scheme grows without bound"),
     ("modern_hopfield", {"scheme": "backward_forward"}, "not feed-forward"),
+    ("modern_hopfield", {"scheme": "backward_backward"}, "not feed-forward"),
     ("gated", {"pi_init": 0.0}, "pi_init must lie between 0 and 1"),
     ("gated", {"pi_init": 1.0}, "pi_init must lie between 0 and 1"),
     ("clipped_softmax", {"gamma": 0.1}, "gamma <= 0"),

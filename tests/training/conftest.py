@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 import random
 from pathlib import Path
 
+import PIL.Image
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 import transformers
@@ -26,6 +30,16 @@ def write_rows(path: Path, count: int, seed: int, header: tuple[str, str] = ("te
             words = [rng.choice(FILLER) for _ in range(rng.randint(2, 11))]
             words.insert(rng.randrange(len(words)), rng.choice(WORDS[label]))
             writer.writerow((" ".join(words), label))
+    return path
+
+
+def pictures(path: Path, count: int) -> Path:
+    """Images as structs of bytes and path, without the metadata that `datasets` writes."""
+    rows = []
+    for number in range(count):
+        PIL.Image.new("RGB", (16, 16), (number % 2 * 200, 9, 9)).save(file := io.BytesIO(), "png")
+        rows.append({"img": {"bytes": file.getvalue(), "path": f"{number}.png"}, "label": number % 2})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
 from hf_attn_swap import configurations
-from hf_attn_swap.training import ModelArguments, parse
+from hf_attn_swap.training import ModelArguments, parse, scratch_config
 from hf_attn_swap.training import recipes as package
 from tests.harness.command_line import classes
 
@@ -31,6 +33,33 @@ def test_a_configuration_is_what_its_recipe_takes(name: str) -> None:
     assert (model.model_name_or_path, data.dataset_name) == (given["model_name_or_path"], given["dataset_name"])
     assert training.output_dir == given["output_dir"]
     assert re.fullmatch(r"[^#].*\.", configurations.first_line(path)), "a sentence, for `hf-attn-swap train --list`"
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "batch", "drop_path"),
+    [
+        ("hopfield_vit_tiny", 5.5, 256, 0.1),
+        ("hopfield_vit_small", 22, 256, 0.2),
+        ("hopfield_vit_base", 86, 128, 0.2),
+        ("hopfield_vit_large", 303, 32, 0.3),
+        ("hopfield_gpt2", 124, 12, None),
+        ("hopfield_gpt2_medium", 350, 4, None),
+    ],
+)
+def test_tables_9_and_10_of_the_modern_hopfield_paper(
+    name: str, millions: float, batch: int, drop_path: float | None
+) -> None:
+    """The sizes that the paper names, and what differs between them in its tables."""
+    folder = SHIPPED[name].parent.name
+    _, _, _, own, training = parse(classes(folder), [name, "--use_cpu", "true"], recipe=folder)
+    image = drop_path is not None
+    auto = AutoModelForImageClassification if image else AutoModelForCausalLM
+    values = {"num_labels": 10, "image_size": own.image_size} if image else {}
+    with torch.device("meta"):
+        model = auto.from_config(scratch_config("vit" if image else "gpt2", own.config_overrides, **values))
+    assert model.num_parameters() == pytest.approx(millions * 1e6, rel=0.02)
+    assert training.per_device_train_batch_size == batch
+    assert getattr(own, "drop_path", None) == drop_path
 
 
 def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

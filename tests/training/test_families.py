@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import random
 from pathlib import Path
 from typing import Any
 
-import PIL.Image
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Value
@@ -30,7 +26,7 @@ from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.training.recipes.text_classification import pad_alike
 from hf_attn_swap_cli import run
 
-from .conftest import FILLER, WORDS, options, tiny, write_rows  # noqa: F401  # the fixture
+from .conftest import FILLER, WORDS, options, pictures, tiny, write_rows  # noqa: F401  # the fixture
 
 KNOWN = {family.name: family for family in FAMILIES.values()}
 ENCODERS = ("albert", "bert")
@@ -93,16 +89,6 @@ def glue(folder: Path, task: str, count: int = 16) -> Path:
             folder / task / "data" / f"{split}-00000-of-00001.parquet"
         )
     return folder / task
-
-
-def pictures(path: Path, count: int) -> Path:
-    """Images as structs of bytes and path, without the metadata that `datasets` writes."""
-    rows = []
-    for number in range(count):
-        PIL.Image.new("RGB", (16, 16), (number % 2 * 200, 9, 9)).save(file := io.BytesIO(), "png")
-        rows.append({"img": {"bytes": file.getvalue(), "path": f"{number}.png"}, "label": number % 2})
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return path
 
 
 def trained(*words: object) -> RunResult:

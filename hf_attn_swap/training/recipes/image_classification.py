@@ -5,7 +5,8 @@
 The data set needs a column of images. It may be on the Hub, in parquet files, or in a folder with one folder per class.
 If `--image_size` differs from the model's size, position embeddings are interpolated once, and the saved model and its
 processor have the new size. A smaller size has fewer patches and is several times faster. With `--from_scratch`,
-`--model_name_or_path vit` and `--config_overrides` define the model. skip_free.py describes `--skip_free`.
+`--model_name_or_path vit` and `--config_overrides` define the model. skip_free.py describes `--skip_free`, and
+training/augment.py what augments the images to train on.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from .. import (
     made_of,
     scratch_config,
 )
+from ..augment import AugmentArguments, Augmentation, with_drop_path
 from ..penalty import PenaltyArguments
 from .skip_free import without_skips
 from .text_classification import predict
@@ -45,14 +47,15 @@ POSITIONS = "position_embeddings"
 
 
 @dataclass(kw_only=True)
-class RecipeArguments(PenaltyArguments, ScratchArguments):
+class RecipeArguments(AugmentArguments, PenaltyArguments, ScratchArguments):
     """Arguments of this recipe alone."""
 
     image_size: int | None = field(default=None, metadata={"help": "Side in pixels; the processor's if left out."})
     skip_free: bool = field(default=False, metadata={"help": "No residual connections; needs --from_scratch."})
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        AugmentArguments.__post_init__(self)
+        PenaltyArguments.__post_init__(self)
         if not self.from_scratch and (self.skip_free or self.config_overrides != "{}"):
             raise ValueError(
                 "--skip_free and --config_overrides need --from_scratch: pretrained weights fit one model."
@@ -61,17 +64,24 @@ class RecipeArguments(PenaltyArguments, ScratchArguments):
     def changed(self) -> dict[str, Any]:
         """The arguments on which the metrics depend, if they differ from the default."""
         names = ["from_scratch", "config_overrides", "skip_free"] if self.from_scratch else []
-        return {"image_size": self.image_size, **{name: getattr(self, name) for name in names}, **self.penalty}
+        own = {name: getattr(self, name) for name in names}
+        return {"image_size": self.image_size, **own, **self.penalty, **self.augmentation}
 
 
-def prepare(rows: dict[str, list[Any]], column: str, processor: Any, flip: bool) -> dict[str, Any]:
+def prepare(
+    rows: dict[str, list[Any]], column: str, processor: Any, flip: bool, augmentation: Augmentation | None = None
+) -> dict[str, Any]:
     """The pixels (3,S,S) of some rows. The data set calls this function when the rows are used."""
-    images = [image.convert("RGB") for image in rows[column]]
+    images, labels = [image.convert("RGB") for image in rows[column]], rows["labels"]
+    if augmentation is not None:
+        images, labels = augmentation.pictures(images), augmentation.labels(labels)
     pixels = processor(images, return_tensors="pt")["pixel_values"]
     if flip:
         mirrored = torch.rand(len(images)) < 0.5
         pixels[mirrored] = pixels[mirrored].flip(-1)
-    return {"pixel_values": list(pixels), "labels": rows["labels"]}
+    if augmentation is not None:
+        pixels = augmentation.pixels(pixels)
+    return {"pixel_values": list(pixels), "labels": labels}
 
 
 def pretrained(model: ModelArguments, size: int | None, values: dict[str, Any]) -> tuple[Any, Any]:
@@ -104,11 +114,12 @@ def build_task(model: ModelArguments, data: ImageDataArguments, own: RecipeArgum
         else pretrained(model, own.image_size, values)
     )
     ready = functools.partial(prepare, column=data.image_column_name, processor=processor)
+    augmentation = Augmentation(own, len(classes)) if own.augmentation else None
     return Task(
-        load=load,
-        train=train.with_transform(functools.partial(ready, flip=True)),
+        load=(lambda: with_drop_path(load(), own.drop_path)) if own.drop_path else load,
+        train=train.with_transform(functools.partial(ready, flip=True, augmentation=augmentation)),
         test=test.with_transform(functools.partial(ready, flip=False)),
-        collate=default_data_collator,
+        collate=default_data_collator if augmentation is None else augmentation.collate,
         metrics=data.metrics,
         predict=predict,
         settings=data.settings | own.changed(),
