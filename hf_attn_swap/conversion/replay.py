@@ -1,7 +1,8 @@
 """Gives again what the blocks below a layer gave, while that layer alone runs its variant: they compute what they did.
 
 The first of a model's n blocks then costs a whole pass and the last one a block, so that measuring each layer alone
-takes half of the work in the blocks. The figures are those of whole passes, to the bit; this is checked before any is used.
+takes half of the work in the blocks. The figures are those of whole passes, to the bit; this is checked before any is
+used.
 """
 
 from __future__ import annotations
