@@ -82,13 +82,13 @@ class Setting(NamedTuple):
             transformed=transformed(query, key, value),
             uniform=call.uniform,
             causal=inputs.masks.causal or call.state is not None,  # a state stands for earlier tokens
-            tokens=(query.shape[2], key.shape[2]),
+            tokens=(inputs.masks.queries, inputs.masks.keys),
         )
 
     @property
     def one_dtype(self) -> bool:
         """True if query, key and value have the same dtype."""
-        return len(set(self.dtypes)) == 1
+        return self.dtypes.count(self.dtypes[0]) == len(self.dtypes)
 
 
 def softmax_n_form(setting: Setting) -> Form:

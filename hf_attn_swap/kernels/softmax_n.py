@@ -67,15 +67,15 @@ def softmax_n_attention(
     for kernel in kernels(query.device.type, query.dtype, dropout > 0):
         qkv, ready_mask = kernel.prepared((query, key, value), mask)
         if kernel.takes(qkv, ready_mask, args):
-            padded = further
-            if further is not None and qkv[0].shape[3] > query.shape[3]:
-                padded = _as_wide(further, qkv[0].shape[3])
+            wider = qkv[0].shape[3] > query.shape[3]
+            if further is not None and wider:
+                further = _as_wide(further, qkv[0].shape[3])
             arguments = (ready_mask, kernel, _log(n, query), args)
             if torch.is_grad_enabled():
-                heads: Tensor = _SoftmaxN.apply(*qkv, *(padded or (None, None)), *arguments)  # type: ignore[no-untyped-call]  # torch's
+                heads: Tensor = _SoftmaxN.apply(*qkv, *(further or (None, None)), *arguments)  # type: ignore[no-untyped-call]  # torch's
             else:
-                heads = _scaled(qkv, padded, *arguments)[0]
-            return heads[..., : query.shape[3]]
+                heads = _scaled(qkv, further, *arguments)[0]
+            return heads[..., : query.shape[3]] if wider else heads
     return None
 
 
@@ -87,12 +87,10 @@ def _plain(qkv: Three, mask: Tensor | None) -> bool:
     """
     if mask is not None and (mask.requires_grad or mask.dim() != 4):
         return False
-    query = qkv[0]
-    for tensor in qkv:
-        alike = tensor.device == query.device and tensor.dtype == query.dtype and tensor.shape[3] == query.shape[3]
-        if not alike or tensor.stride(-1) != 1 or tensor.numel() == 0:
-            return False
-    return True
+    query, key, value = qkv
+    alike = query.dtype == key.dtype == value.dtype and query.shape[3] == key.shape[3] == value.shape[3]
+    in_rows = query.stride(3) == key.stride(3) == value.stride(3) == 1
+    return alike and in_rows and query.numel() > 0 and key.numel() > 0
 
 
 def _log(n: float | Tensor, query: Tensor) -> float | Tensor:

@@ -175,122 +175,27 @@ def before_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return args, {**kwargs, LAYER: (residual, checkpointed)}
 
 
-def before_core(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Before an attention module that applies its own W_o: add the `Call`."""
-    return _start(module, module, args, kwargs)
+def before_core(module: nn.Module, args: Any, kwargs: dict[str, Any], core: nn.Module | None = None) -> Any:
+    """Before an attention module: check the call, and add its `Call` to the keyword arguments.
 
-
-def before_core_by_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Before an attention module that passes on its mask, but no keyword arguments: pack the `Call` with the mask."""
-    swap = swap_of(module)
-    if swap is None:
-        return args, kwargs
-    place = wiring_of(swap).mask
-    assert place is not None, "a core that passes on neither keywords nor its mask is refused"
-    mask = place.of(args, kwargs)
-    if isinstance(mask, MaskWithContext):  # the loss `layers` repeats a call with the arguments of the first call
-        mask = mask.mask
-    args, kwargs = _start(module, module, *place.put(args, kwargs, mask))
-    context = {name: kwargs[name] for name in (CALL, CONTEXT, STOCK) if name in kwargs}
-    return place.put(args, kwargs, MaskWithContext(mask, context))
-
-
-def before_bert(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Before the container of a BERT-like attention module: add the `Call` of its core."""
-    return _start(module.self, module, args, kwargs)  # type: ignore[arg-type]  # a submodule by that name
-
-
-def after_core(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """After an attention module whose first output is the output of W_o: let the variants change this output.
+    Args:
+        module: the module that is called.
+        args: its arguments by position.
+        kwargs: its arguments by name.
+        core: the attention module inside, if `module` is a container around it.
 
     Raises:
-        ValueError: as `after_call` says.
+        ValueError: the call is cross-attention; or nothing is computed here, and the model has another attention
+            implementation now (otherwise `after_call` sees it).
     """
-    after_call(module, args, kwargs, output)
-    call: Call | None = kwargs.get(CALL)
-    swap = swap_of(module)
-    if call is None or swap is None:
-        return output
-    x = wiring_of(swap).states.of(args, kwargs)  # a user's own hook may have changed it after `_start`
-    call.x = x.flatten(1, 2) if x.dim() == 4 else x
-    if isinstance(output, Tensor):
-        return _written(swap, output, call)
-    return (_written(swap, output[0], call), *output[1:])
-
-
-def after_call(container: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """After a swapped attention: check that its output is the variant's.
-
-    Raises:
-        ValueError: the attention function was not asked with this call's context, or was asked several times by a
-            module whose input the variant reads.
-    """
-    call: Call | None = kwargs.get(CALL)
-    if call is not None and call.used != 1:
-        _check_used(container, call)
-
-
-def _check_used(module: nn.Module, call: Call) -> None:
-    """Refuse the output of an attention module that did not ask for the attention function once.
-
-    Raises:
-        ValueError: as `after_call` says.
-    """
-    swaps = [submodule for submodule in module.modules() if isinstance(submodule, Swap)]
-    if call.used and not any(swap.reads_input for swap in swaps):
-        return  # a module may ask once for each of several packed images, if the variant needs no rows of the input
-    paths = [swap.wiring.path for swap in swaps if swap.wiring is not None]
-    name = type(module).__name__
-    raise ValueError(
-        f"{paths[0] if paths else name}: the forward of {name} asked for the attention function {call.used} times "
-        "instead of once, so its output is not that of the swapped attention. Another program has probably replaced "
-        "the forward by one with an attention of its own: load the model without that program, or call unpatch_model."
-    )
-
-
-def _written(swap: Swap, out: Tensor, call: Call) -> Tensor:
-    """The swap's last step on the output (B,L,E), or on a grid of patches (B,height,width,E), row after row."""
-    if out.dim() == 4:
-        return swap.write(out.flatten(1, 2), call).view_as(out)
-    return swap.write(out, call)
-
-
-def finish(core: nn.Module, out: Tensor, x: Tensor, kwargs: dict[str, Any], dropout: nn.Module) -> Tensor:
-    """Let the variants change the output (B,L,E) of W_o and dropout, inside a container that applies LayerNorm next.
-
-    The input `x` (B,L,E) is what the forward was given: a user's own hook may have changed it after `_start`.
-
-    Raises:
-        ValueError: as `after_call` says.
-    """
-    call: Call | None = kwargs.get(CALL)
+    core = module if core is None else core
     swap = swap_of(core)
-    if call is None or swap is None:
-        return out
-    if call.used != 1:  # `after_call` comes later, and the variants need what the attention function leaves in the call
-        _check_used(core, call)
-    call.dropout, call.x = dropout, x
-    return swap.write(out, call)
-
-
-def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Check the call, and add its `Call` to the keyword arguments.
-
-    Raises:
-        ValueError: the model has another attention implementation now, or the call is cross-attention.
-    """
-    swap = swap_of(core)
-    chosen: str | None = core.config._attn_implementation  # type: ignore[assignment,union-attr]  # checked when patching
-    if not accepted(chosen):
-        raise ValueError(
-            f"{type(core).__name__} is swapped, but the model's attention implementation is now "
-            f"{chosen!r}; keep {NAME!r}, or call unpatch_model first."
-        )
     if kwargs.get(STOCK):
         # The stock layer repeats a call of the swapped layer, with the swapped layer's arguments.
         return args, {name: value for name, value in kwargs.items() if name != CALL}
     cache = cache_of(args, kwargs)
     if swap is None or swap.phase == Phase.OFF:
+        _check_implementation(core)
         return args, kwargs
     wiring = swap.wiring
     assert wiring is not None, "a swap computes in no model"
@@ -326,13 +231,125 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
         uniform=wiring.uniform,
         residual=residual,
         recomputed=checkpointed,
-        dropout=container.get_submodule(wiring.dropout_path) if wiring.dropout_path else None,
+        dropout=module.get_submodule(wiring.dropout_path) if wiring.dropout_path else None,
     )
     if swap.training and swap.fresh and torch.is_grad_enabled():
         _warn_frozen(swap)
     if "keys" in swap.changed and wiring.mask is not None and not (context is not None and context.from_first_seen):
         args, kwargs = rotated_from_first_seen(core, wiring.mask.of(args, kwargs), args, kwargs)
     return args, {**kwargs, CALL: call}
+
+
+def before_core_by_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Before an attention module that passes on its mask, but no keyword arguments: pack the `Call` with the mask."""
+    swap = swap_of(module)
+    if swap is None:
+        return args, kwargs
+    place = wiring_of(swap).mask
+    assert place is not None, "a core that passes on neither keywords nor its mask is refused"
+    mask = place.of(args, kwargs)
+    if isinstance(mask, MaskWithContext):  # the loss `layers` repeats a call with the arguments of the first call
+        mask = mask.mask
+    args, kwargs = before_core(module, *place.put(args, kwargs, mask))
+    context = {name: kwargs[name] for name in (CALL, CONTEXT, STOCK) if name in kwargs}
+    return place.put(args, kwargs, MaskWithContext(mask, context))
+
+
+def before_bert(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Before the container of a BERT-like attention module: add the `Call` of its core."""
+    return before_core(module, args, kwargs, module.self)  # type: ignore[arg-type]  # a submodule by that name
+
+
+def after_core(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """After an attention module whose first output is the output of W_o: let the variants change this output.
+
+    Raises:
+        ValueError: as `after_call` says.
+    """
+    after_call(module, args, kwargs, output)
+    call: Call | None = kwargs.get(CALL)
+    swap = swap_of(module)
+    if call is None or swap is None:
+        return output
+    x = wiring_of(swap).states.of(args, kwargs)  # a user's own hook may have changed it after `_start`
+    call.x = x.flatten(1, 2) if x.dim() == 4 else x
+    if isinstance(output, Tensor):
+        return _written(swap, output, call)
+    return (_written(swap, output[0], call), *output[1:])
+
+
+def after_call(container: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """After a swapped attention: check that its output is the variant's.
+
+    Raises:
+        ValueError: the attention function was not asked with this call's context, because the model has another
+            attention implementation now or a program has replaced its forward, or it was asked several times by a
+            module whose input the variant reads.
+    """
+    call: Call | None = kwargs.get(CALL)
+    if call is not None and call.used != 1:
+        _check_used(container, call)
+
+
+def _check_implementation(core: nn.Module) -> None:
+    """Refuse a model that has another attention implementation than when it was patched.
+
+    Raises:
+        ValueError: it has.
+    """
+    chosen: str | None = core.config._attn_implementation  # type: ignore[assignment,union-attr]  # checked when patching
+    if not accepted(chosen):
+        raise ValueError(
+            f"{type(core).__name__} is swapped, but the model's attention implementation is now "
+            f"{chosen!r}; keep {NAME!r}, or call unpatch_model first."
+        )
+
+
+def _check_used(module: nn.Module, call: Call) -> None:
+    """Refuse the output of an attention module that did not ask for the attention function once.
+
+    Raises:
+        ValueError: as `after_call` says.
+    """
+    for core in module.modules():
+        if "attn_swap" in core._modules:
+            _check_implementation(core)
+    swaps = [submodule for submodule in module.modules() if isinstance(submodule, Swap)]
+    if call.used and not any(swap.reads_input for swap in swaps):
+        return  # a module may ask once for each of several packed images, if the variant needs no rows of the input
+    paths = [swap.wiring.path for swap in swaps if swap.wiring is not None]
+    name = type(module).__name__
+    raise ValueError(
+        f"{paths[0] if paths else name}: the forward of {name} asked for the attention function {call.used} times "
+        "instead of once, so its output is not that of the swapped attention. Another program has probably replaced "
+        "the forward by one with an attention of its own: load the model without that program, or call unpatch_model."
+    )
+
+
+def _written(swap: Swap, out: Tensor, call: Call) -> Tensor:
+    """The swap's last step on the output (B,L,E), or on a grid of patches (B,height,width,E), row after row."""
+    if out.dim() == 4:
+        return swap.write(out.flatten(1, 2), call).view_as(out)
+    return swap.write(out, call)
+
+
+def finish(core: nn.Module, out: Tensor, x: Tensor, kwargs: dict[str, Any], dropout: nn.Module) -> Tensor:
+    """Let the variants change the output (B,L,E) of W_o and dropout, inside a container that applies LayerNorm next.
+
+    The input `x` (B,L,E) is what the forward was given: a user's own hook may have changed it after `_start`.
+
+    Raises:
+        ValueError: as `after_call` says.
+    """
+    call: Call | None = kwargs.get(CALL)
+    swap = swap_of(core)
+    if call is None or swap is None:
+        return out
+    if call.used != 1:  # `after_call` comes later, and the variants need what the attention function leaves in the call
+        _check_used(core, call)
+    _check_implementation(core)  # ALBERT's forward is ours, and asks our function under any implementation
+    call.dropout, call.x = dropout, x
+    return swap.write(out, call)
 
 
 def wiring_of(swap: Swap) -> Wiring:

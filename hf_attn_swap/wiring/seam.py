@@ -26,7 +26,7 @@ from .implementations import NAME, Check, accept
 
 # Given to the stock SDPA function for keys that are repeated already: a module that tells of no groups of heads.
 _UNGROUPED = nn.Module()
-# Names of the keyword arguments that carry a call's context.
+# Names of the keyword arguments that carry a call's context; `attention_forward` has them as arguments.
 CALL = "attn_swap_call"
 CONTEXT = "attn_swap_carried"
 LAYER = "attn_swap_layer"
@@ -81,6 +81,11 @@ def attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    output_attentions: bool | None = None,
+    attn_swap_call: Call | None = None,
+    attn_swap_carried: ForwardContext | None = None,
+    attn_swap_layer: Any = None,
+    attn_swap_stock: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention for `attn_implementation="hf_attn_swap"`.
@@ -96,7 +101,12 @@ def attention_forward(
         scaling: the factor of q k^T; None means 1 / sqrt(D).
         dropout: the probability that a weight is dropped.
         is_causal: True for causal order if there is no mask; None means as `module.is_causal` says.
-        kwargs: the context of the call, and what else the architecture passes.
+        output_attentions: True if the caller wants the weights.
+        attn_swap_call: the call of the swapped module, if its hooks ran.
+        attn_swap_carried: what the layers of the pass share, if it arrives here.
+        attn_swap_layer: what only the hooks of the module read.
+        attn_swap_stock: True if the module runs as if not swapped.
+        kwargs: what else the architecture passes.
 
     Returns:
         The heads (B,Q,H,D); and the weights (B,H,Q,K), or None if they were not computed.
@@ -107,15 +117,17 @@ def attention_forward(
             cannot apply.
     """
     if isinstance(attention_mask, MaskWithContext):
-        kwargs |= attention_mask.context
-        attention_mask = attention_mask.mask
-    call: Call | None = kwargs.pop(CALL, None)
-    context: ForwardContext | None = kwargs.pop(CONTEXT, None)
-    kwargs.pop(LAYER, None)
-    stock = bool(kwargs.pop(STOCK, False))
-    want_weights = bool(kwargs.pop("output_attentions", False)) or (context is not None and context.want_weights)
+        kwargs |= {
+            "scaling": scaling,
+            "dropout": dropout,
+            "is_causal": is_causal,
+            "output_attentions": output_attentions,
+        }
+        return attention_forward(module, query, key, value, attention_mask.mask, **attention_mask.context, **kwargs)
+    context, want_weights = attn_swap_carried, bool(output_attentions)
     if context is not None:
         context.arrived = True
+        want_weights = want_weights or context.want_weights
     swap = swap_of(module)
     causal = False
     if attention_mask is None and query.shape[2] > 1:
@@ -124,8 +136,8 @@ def attention_forward(
             causal = False
     inputs = _inputs(query, key, value, attention_mask, scaling, dropout, causal, kwargs, context)
     sdpa = functools.partial(_sdpa, module, inputs, kwargs)
-    if swap is not None and swap.phase != Phase.OFF and not stock:
-        heads, weights = swap(inputs, asked(module, swap, call, (query, key, value)), sdpa, want_weights)
+    if swap is not None and swap.phase != Phase.OFF and not attn_swap_stock:
+        heads, weights = swap(inputs, asked(module, swap, attn_swap_call, (query, key, value)), sdpa, want_weights)
         return heads.contiguous(), weights
     if want_weights or inputs.softcap is not None:
         heads, weights = reference(ORDINARY, inputs, Call(x=query, context=context))
@@ -156,11 +168,10 @@ def asked(module: nn.Module, swap: Swap, call: Call | None, qkv: Three) -> Call:
         )
     call.used += 1
     query, key, value = qkv
-    sizes, groups = swap.geometry, key.shape[1]
-    computed = query.shape[1], value.shape[3], value.shape[1], sizes.heads % groups
-    if computed != (sizes.heads, sizes.head_dim, groups, 0):
+    sizes, (batch, heads, queries, _), (_, groups, _, width) = swap.geometry, query.shape, value.shape
+    if (heads, width, key.shape[1], heads % groups) != (sizes.heads, sizes.head_dim, groups, 0):
         _refuse_sizes(module, sizes, query, key, value)
-    if swap.reads_input and (call.x.dim() != 3 or call.x.shape[:2] != (query.shape[0], query.shape[2])):
+    if swap.reads_input and (call.x.dim() != 3 or call.x.shape[:2] != (batch, queries)):
         call.x = _rows_of_input(module, call.x, query)
     return call
 
@@ -190,7 +201,7 @@ def _inputs(
         )
     queries, keys = query.shape[2], key.shape[2]
     if causal and keys > queries:  # the first call with a static cache: the later places are still unused
-        key, value = key[:, :, :queries], value[:, :, :queries]
+        key, value, keys = key[:, :, :queries], value[:, :, :queries], queries
     key_mask, mask = None, attention_mask
     if mask is not None and mask.dim() == 2:
         # `mask_for_swap` alone makes such a mask: the order is causal, and the queries are the last tokens.
@@ -204,7 +215,7 @@ def _inputs(
         causal = False
     masks = Masks(
         queries=queries,
-        keys=key.shape[2],
+        keys=keys,
         device=query.device,
         key_mask=key_mask,
         given=mask,
@@ -248,7 +259,7 @@ def _sdpa(
     may be fewer heads than the module has.
     """
     query, key, value = qkv
-    if query.shape[1] * inputs.key.shape[1] != key.shape[1] * inputs.query.shape[1]:
+    if key is not inputs.key and query.shape[1] * inputs.key.shape[1] != key.shape[1] * inputs.query.shape[1]:
         module = _UNGROUPED
     heads: Tensor = sdpa_attention_forward(
         module, query, key, value, mask, dropout=inputs.dropout, scaling=inputs.scaling, is_causal=causal, **kwargs
