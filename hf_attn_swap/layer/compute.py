@@ -153,6 +153,9 @@ def _in_blocks(
     places: Places, inputs: Inputs, call: Call, sdpa: FusedSoftmax, form: Form, span: windows.Span, held: windows.Held
 ) -> Tensor:
     """The heads (B,Q,H,D) in a window, by blocks of queries with the keys of their window."""
+    next_token = windows.next_token(inputs, span, held)
+    if next_token is not None:
+        return _attended(places, next_token, call, sdpa, False, form)[0]
     if form is Form.SDPA and places == ORDINARY:
         return windows.attend(inputs, span, held)
     blocks, inside = windows.folded(inputs, span, held)
