@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import DynamicCache
 
 from hf_attn_swap import describe, list_variants, patch_model, set_strength
 from hf_attn_swap.variants.base import VARIANTS
@@ -92,3 +93,26 @@ def test_a_schedule_recompiles_at_its_two_ends(variant: str) -> None:
         assert distance(got, forward(model, batch)) <= 3e-5
         counts.append(backend.frame_count)
     assert counts == [1, 2, 2, 2, 3]
+
+
+STEPS = ("softmax", "outeffhop", "belief", "sink", "window")
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=pytest.mark.slow if place else ()) for place, name in enumerate(STEPS)]
+)
+def test_decoding_is_one_graph_as_in_stock(variant: str) -> None:
+    """A prompt and two steps, with a cache that the compiled model fills."""
+    ids = torch.arange(1, 13).view(2, 6)
+    graphs = []
+    for model in (fresh("llama", torch.float32), patch_model(fresh("llama", torch.float32), variant)):
+        backend, cache, eager_cache = CompileCounterWithBackend("eager"), DynamicCache(), DynamicCache()
+        whole = compiled(model.eval(), backend)
+        for given in (ids, ids[:, :1], ids[:, 1:2]):
+            with torch.no_grad():
+                got, wanted = (
+                    run(given, past_key_values=kept).logits for run, kept in ((whole, cache), (model, eager_cache))
+                )
+            assert distance(got, wanted) <= 3e-5
+        graphs.append(backend.frame_count)
+    assert graphs[0] == graphs[1]
