@@ -88,7 +88,7 @@ class Setting(NamedTuple):
     @property
     def one_dtype(self) -> bool:
         """True if query, key and value have the same dtype."""
-        return self.dtypes.count(self.dtypes[0]) == len(self.dtypes)
+        return len(set(self.dtypes)) == 1
 
 
 def softmax_n_form(setting: Setting) -> Form:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.call import Three
-from ..functional.linear import without_autocast
+from ..functional.linear import wide, without_autocast
 from .double_backward import refuse_double_backward
 from .stock_softmax import Kernel, KernelOutput, SdpaArgs, kernels
 
@@ -69,7 +69,10 @@ def softmax_n_attention(
         if kernel.takes(qkv, ready_mask, args):
             wider = qkv[0].shape[3] > query.shape[3]
             if further is not None and wider:
-                further = _as_wide(further, qkv[0].shape[3])
+                missing = qkv[0].shape[3] - query.shape[3]
+                further = further._replace(
+                    values=None if further.values is None else F.pad(further.values, (0, missing))
+                )
             arguments = (ready_mask, kernel, _log(n, query), args)
             if torch.is_grad_enabled():
                 heads: Tensor = _SoftmaxN.apply(*qkv, *(further or (None, None)), *arguments)  # type: ignore[no-untyped-call]  # torch's
@@ -97,13 +100,7 @@ def _log(n: float | Tensor, query: Tensor) -> float | Tensor:
     """The logarithm of n, in fp32 at least."""
     if isinstance(n, float):
         return math.log(n) if n > 0 else -math.inf
-    return n.detach().to(torch.promote_types(query.dtype, torch.float32)).log()
-
-
-def _as_wide(further: Further, width: int) -> Further:
-    """The same pairs with values as wide as the kernel's, which are filled up with zeros."""
-    values = further.values
-    return Further(further.scores, None if values is None else F.pad(values, (0, width - values.shape[2])))
+    return n.detach().to(wide(query)).log()
 
 
 def _scaled(

@@ -283,15 +283,14 @@ def next_token(inputs: Inputs, span: Span, held: Held) -> Inputs | None:
 
     The arguments are those of `attend`.
     """
-    masks, key, value = inputs.masks, inputs.key, inputs.value
+    masks, all_keys = inputs.masks, (inputs.key, inputs.value)
     if masks.queries > 1 or masks.key_mask is not None or masks.keys < span.window + span.sinks:
         return None
-    near_key, near_value = key[:, :, -span.window :], value[:, :, -span.window :]
+    key, value = [tensor[:, :, -span.window :] for tensor in all_keys]
     if (firsts := firsts_of(masks, span)) is not None:
-        first_key, first_value = held.first(firsts, key, value)
-        near_key, near_value = torch.cat([first_key, near_key], 2), torch.cat([first_value, near_value], 2)
-    masks = Masks(queries=1, keys=near_key.shape[2], device=masks.device)
-    return Inputs(**{**vars(inputs), "key": near_key, "value": near_value, "masks": masks})
+        key, value = [torch.cat(parts, 2) for parts in zip(held.first(firsts, *all_keys), (key, value), strict=True)]
+    masks = Masks(queries=1, keys=key.shape[2], device=masks.device)
+    return Inputs(**{**vars(inputs), "key": key, "value": value, "masks": masks})
 
 
 def _blocked(inputs: Inputs, span: Span, held: Held) -> tuple[Blocks, Tensor, Tensor, Tensor, Tensor]:

@@ -54,25 +54,20 @@ class KeepNext:
     hooks get must be that of the swapped attention. A compiler does not look into the handles.
 
     Attributes:
-        before: the handles of the hooks that run before an attention module, and must be the last to do so.
-        after: the handles of the hooks that run after one, and must be the first to do so.
+        handles: the handles of the hooks of the attention modules; and True for a hook that runs before its module,
+            and must be the last to do so, or False for one that runs after it, and must be the first.
     """
 
-    before: tuple[RemovableHandle, ...]
-    after: tuple[RemovableHandle, ...]
+    handles: tuple[tuple[RemovableHandle, bool], ...]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Move each hook to the end, or to the beginning, of its module's hooks, if it is not there."""
         if torch.compiler.is_compiling():
             return
-        for handle in self.before:
+        for handle, before in self.handles:
             hooks = handle.hooks_dict_ref()
-            if hooks and next(reversed(hooks)) != handle.id:
-                hooks.move_to_end(handle.id)
-        for handle in self.after:
-            hooks = handle.hooks_dict_ref()
-            if hooks and next(iter(hooks)) != handle.id:
-                hooks.move_to_end(handle.id, last=False)
+            if hooks and next(reversed(hooks) if before else iter(hooks)) != handle.id:
+                hooks.move_to_end(handle.id, last=before)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,31 +203,21 @@ def before_core(module: nn.Module, args: Any, kwargs: dict[str, Any], core: nn.M
     context: ForwardContext | None = kwargs.get(CONTEXT)
     if context is None and wiring.first and wiring.last:  # a layer that shares scores with no other needs no stack
         context = ForwardContext(gradients=torch.is_grad_enabled())
-    residual, checkpointed = kwargs.get(LAYER, (None, False))
-    order, first, state = 0, True, None
-    start: int | Tensor | None = sys.maxsize if wiring.borrows else None  # the current tokens are the last ones
+    call = Call(x=wiring.states.of(args, kwargs), context=context, last=wiring.last, uniform=wiring.uniform)
+    call.residual, call.recomputed = kwargs.get(LAYER, (None, False))
     if swap.carries:
-        order = swap.place_in(context)
-        first = swap.is_first(order)
+        call.order = swap.place_in(context)
+        call.first = swap.is_first(call.order)
         if cache is not None and not wiring.uniform:
             keep_all_keys(cache)
     if cache is not None:
-        layer, start = _place_in_cache(core, wiring, cache)
+        layer, call.start = _place_in_cache(core, wiring, cache)
         if layer is not None and (swap.replaces or swap.span is not None):
-            state = _state(core, swap, wiring, cache, layer, context)
-    call = Call(
-        x=wiring.states.of(args, kwargs),
-        start=start,
-        state=state,
-        context=context,
-        order=order,
-        first=first,
-        last=wiring.last,
-        uniform=wiring.uniform,
-        residual=residual,
-        recomputed=checkpointed,
-        dropout=module.get_submodule(wiring.dropout_path) if wiring.dropout_path else None,
-    )
+            call.state = _state(core, swap, wiring, cache, layer, context)
+    elif wiring.borrows:  # the current tokens are the last ones
+        call.start = sys.maxsize
+    if wiring.dropout_path:
+        call.dropout = module.get_submodule(wiring.dropout_path)
     if swap.training and swap.fresh and torch.is_grad_enabled():
         _warn_frozen(swap)
     if "keys" in swap.changed and wiring.mask is not None and not (context is not None and context.from_first_seen):
@@ -271,7 +256,7 @@ def after_core(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     swap = swap_of(module)
     if call is None or swap is None:
         return output
-    x = wiring_of(swap).states.of(args, kwargs)  # a user's own hook may have changed it after `_start`
+    x = wiring_of(swap).states.of(args, kwargs)  # a user's own hook may have changed it after `before_core`
     call.x = x.flatten(1, 2) if x.dim() == 4 else x
     if isinstance(output, Tensor):
         return _written(swap, output, call)
@@ -336,7 +321,7 @@ def _written(swap: Swap, out: Tensor, call: Call) -> Tensor:
 def finish(core: nn.Module, out: Tensor, x: Tensor, kwargs: dict[str, Any], dropout: nn.Module) -> Tensor:
     """Let the variants change the output (B,L,E) of W_o and dropout, inside a container that applies LayerNorm next.
 
-    The input `x` (B,L,E) is what the forward was given: a user's own hook may have changed it after `_start`.
+    The input `x` (B,L,E) is what the forward was given: a user's own hook may have changed it after `before_core`.
 
     Raises:
         ValueError: as `after_call` says.

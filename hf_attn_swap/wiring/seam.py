@@ -117,13 +117,9 @@ def attention_forward(
             cannot apply.
     """
     if isinstance(attention_mask, MaskWithContext):
-        kwargs |= {
-            "scaling": scaling,
-            "dropout": dropout,
-            "is_causal": is_causal,
-            "output_attentions": output_attentions,
-        }
-        return attention_forward(module, query, key, value, attention_mask.mask, **attention_mask.context, **kwargs)
+        kwargs |= attention_mask.context
+        mask, weights = attention_mask.mask, output_attentions
+        return attention_forward(module, query, key, value, mask, scaling, dropout, is_causal, weights, **kwargs)
     context, want_weights = attn_swap_carried, bool(output_attentions)
     if context is not None:
         context.arrived = True
@@ -134,7 +130,23 @@ def attention_forward(
         causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
         if kind_of_masks(getattr(module, "config", None)) == EAGER:  # then no mask means that every key may be seen
             causal = False
-    inputs = _inputs(query, key, value, attention_mask, scaling, dropout, causal, kwargs, context)
+    if "s_aux" in kwargs or "sinks" in kwargs:
+        _refuse_own_sinks(kwargs)
+    if (
+        causal and key.shape[2] > query.shape[2]
+    ):  # the first call with a static cache: the later places are still unused
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    inputs = Inputs(
+        query=query,
+        key=key,
+        value=value,
+        scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        masks=_masks(query, key.shape[2], attention_mask, causal, context),
+        dropout=dropout,
+        softcap=kwargs.get("softcap"),
+        position_bias=kwargs.get("position_bias"),
+        own_window=kwargs.get("sliding_window"),
+    )
     sdpa = functools.partial(_sdpa, module, inputs, kwargs)
     if swap is not None and swap.phase != Phase.OFF and not attn_swap_stock:
         heads, weights = swap(inputs, asked(module, swap, attn_swap_call, (query, key, value)), sdpa, want_weights)
@@ -176,44 +188,25 @@ def asked(module: nn.Module, swap: Swap, call: Call | None, qkv: Three) -> Call:
     return call
 
 
-def _inputs(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    causal: bool,
-    kwargs: dict[str, Any],
-    context: ForwardContext | None,
-) -> Inputs:
-    """Collect the tensors of a call, and give every mask one meaning.
+def _masks(query: Tensor, keys: int, mask: Tensor | None, causal: bool, context: ForwardContext | None) -> Masks:
+    """Give the mask of a call its meaning, for this number of keys.
 
     Raises:
-        ValueError: the call has attention sinks, or the mask is neither bool nor of floating point.
+        ValueError: the mask is neither bool nor of floating point.
     """
-    if "s_aux" in kwargs or "sinks" in kwargs:
-        _refuse_own_sinks(kwargs)
-    if attention_mask is not None and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
-            f"{NAME}: an attention mask with the dtype {attention_mask.dtype} says neither what a query may see nor "
+            f"{NAME}: an attention mask with the dtype {mask.dtype} says neither what a query may see nor "
             "what to add to its scores; pass mask.bool(), True where a query may see a key, or a float mask to add."
         )
-    queries, keys = query.shape[2], key.shape[2]
-    if causal and keys > queries:  # the first call with a static cache: the later places are still unused
-        key, value, keys = key[:, :, :queries], value[:, :, :queries], queries
-    key_mask, mask = None, attention_mask
+    queries, key_mask = query.shape[2], None
     if mask is not None and mask.dim() == 2:
         # `mask_for_swap` alone makes such a mask: the order is causal, and the queries are the last tokens.
-        key_mask = mask
-        mask = None
-        causal = True
+        key_mask, mask, causal = mask, None, True
     elif queries > 1 and mask is not None and mask.dtype == torch.bool and mask.shape[1:3] == (1, 1):
         # All heads and queries share one row.
-        key_mask = mask[:, 0, 0].expand(query.shape[0], -1)
-        mask = None
-        causal = False
-    masks = Masks(
+        key_mask, mask, causal = mask[:, 0, 0].expand(query.shape[0], -1), None, False
+    return Masks(
         queries=queries,
         keys=keys,
         device=query.device,
@@ -221,17 +214,6 @@ def _inputs(
         given=mask,
         causal=causal and mask is None,
         made=context.masks if context is not None else [],
-    )
-    return Inputs(
-        query=query,
-        key=key,
-        value=value,
-        scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
-        masks=masks,
-        dropout=dropout,
-        softcap=kwargs.get("softcap"),
-        position_bias=kwargs.get("position_bias"),
-        own_window=kwargs.get("sliding_window"),
     )
 
 

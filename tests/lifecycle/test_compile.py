@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 
+from benchmarks.bench_caches import with_cache
 from hf_attn_swap import describe, list_variants, patch_model, set_strength
 from hf_attn_swap.variants.base import VARIANTS
 from tests.contract.harness import assert_same, batch_of, distance, forward, fresh, perturb, run_all
@@ -106,13 +107,12 @@ def test_decoding_is_one_graph_as_in_stock(variant: str) -> None:
     ids = torch.arange(1, 13).view(2, 6)
     graphs = []
     for model in (fresh("llama", torch.float32), patch_model(fresh("llama", torch.float32), variant)):
-        backend, cache, eager_cache = CompileCounterWithBackend("eager"), DynamicCache(), DynamicCache()
+        torch._dynamo.reset()
+        backend, cache, copied = CompileCounterWithBackend("eager"), DynamicCache(), DynamicCache()
         whole = compiled(model.eval(), backend)
         for given in (ids, ids[:, :1], ids[:, 1:2]):
             with torch.no_grad():
-                got, wanted = (
-                    run(given, past_key_values=kept).logits for run, kept in ((whole, cache), (model, eager_cache))
-                )
-            assert distance(got, wanted) <= 3e-5
+                got = whole(given, **with_cache(model, cache)).logits
+                assert distance(got, model(given, **with_cache(model, copied)).logits) <= 3e-5
         graphs.append(backend.frame_count)
     assert graphs[0] == graphs[1]
