@@ -118,24 +118,22 @@ def attention_forward(
     """
     if isinstance(attention_mask, MaskWithContext):
         kwargs |= attention_mask.context
-        mask, weights = attention_mask.mask, output_attentions
-        return attention_forward(module, query, key, value, mask, scaling, dropout, is_causal, weights, **kwargs)
+        given = (query, key, value, attention_mask.mask, scaling, dropout, is_causal, output_attentions)
+        return attention_forward(module, *given, **kwargs)
     context, want_weights = attn_swap_carried, bool(output_attentions)
     if context is not None:
         context.arrived = True
         want_weights = want_weights or context.want_weights
     swap = swap_of(module)
-    causal = False
-    if attention_mask is None and query.shape[2] > 1:
+    causal, queries = False, query.shape[2]
+    if attention_mask is None and queries > 1:
         causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
         if kind_of_masks(getattr(module, "config", None)) == EAGER:  # then no mask means that every key may be seen
             causal = False
     if "s_aux" in kwargs or "sinks" in kwargs:
         _refuse_own_sinks(kwargs)
-    if (
-        causal and key.shape[2] > query.shape[2]
-    ):  # the first call with a static cache: the later places are still unused
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    if causal and key.shape[2] > queries:  # the first call with a static cache: the later places are still unused
+        key, value = key[:, :, :queries], value[:, :, :queries]
     inputs = Inputs(
         query=query,
         key=key,
