@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+_transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)
 HIDING = -10_000.0  # a number that hides a key: softmax gives exp(-10000) = 0
 
 
@@ -224,10 +225,9 @@ def transformed(*tensors: Tensor) -> bool:
     PyTorch has no public way to ask for a transform; `torch.autograd.Function` itself decides by this question. If a
     later version has no such function, forward mode is still seen, and PyTorch raises an error for other transforms.
     """
-    ask = getattr(torch._C, "_are_functorch_transforms_active", None)
-    if ask is not None and ask():
+    if _transforms_active():
         return True
-    if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0:  # no level: nothing has a tangent
+    if getattr(forward_ad, "_current_level", 0) < 0 or torch.compiler.is_compiling():  # no level: nothing has a tangent
         return False
     return any(map(_has_tangent, tensors))
 

@@ -134,11 +134,13 @@ def belief_projection(
     Source: BeliefFormer, eq. 10 (joined) and 13 (per head).
     """
     axes = (-1,) if per_head else (-2, -1)
-    wide = torch.promote_types(heads.dtype, torch.float32)
-    y, v = heads.to(wide), values.to(wide)
+    y, v, wide = heads, values, torch.promote_types(heads.dtype, torch.float32)
+    if not y.dtype == v.dtype == wide:  # a cast to the same dtype takes time, too
+        y, v = y.to(wide), v.to(wide)
     weighted = v if squares is None else v * squares.to(wide)
     share = (y * weighted).sum(axes, keepdim=True) / (v * weighted).sum(axes, keepdim=True).clamp_min(eps)
-    return torch.addcmul(y, share, v, value=-1).to(heads.dtype)
+    read = torch.addcmul(y, share, v, value=-1)
+    return read if heads.dtype == wide else read.to(heads.dtype)
 
 
 def outside_window(places: Tensor, keys: int, shown: Tensor | None, window: int, sinks: int) -> Tensor:

@@ -82,7 +82,7 @@ class Setting(NamedTuple):
             transformed=transformed(query, key, value),
             uniform=call.uniform,
             causal=inputs.masks.causal or call.state is not None,  # a state stands for earlier tokens
-            tokens=(query.shape[2], key.shape[2]),
+            tokens=(inputs.masks.queries, inputs.masks.keys),
         )
 
     @property

@@ -16,7 +16,7 @@ from ..core.call import Inputs
 from ..functional.linear import without_autocast
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ExtraKV:
     """N pairs of a key and a value, the same for every row and every query.
 
@@ -49,10 +49,11 @@ class ExtraKV:
             assert self.score is not None
             scores = self.score.to(wide)[None, :, None, :].expand(batch, -1, queries, -1)
         else:
-            key = self.key.to(wide) * inputs.scaling
+            key = self.key
+            if not query.dtype == key.dtype == wide:  # a cast to the same dtype takes time, too
+                query, key = query.to(wide), key.to(wide)
             with without_autocast(query.device):  # the heads of a group are rows of one product
-                query = query if query.dtype == wide else query.to(wide)
-                scores = query.reshape(batch, key.shape[0], -1, width) @ key.mT
+                scores = query.reshape(batch, key.shape[0], -1, width) @ (key * inputs.scaling).mT
             scores = scores.view(batch, heads, queries, -1)
         return scores if self.share is None else scores + self.share.to(wide).log()
 

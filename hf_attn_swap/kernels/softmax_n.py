@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.call import Three
-from ..functional.linear import without_autocast
+from ..functional.linear import wide, without_autocast
 from .double_backward import refuse_double_backward
 from .stock_softmax import Kernel, KernelOutput, SdpaArgs, kernels
 
@@ -67,15 +67,18 @@ def softmax_n_attention(
     for kernel in kernels(query.device.type, query.dtype, dropout > 0):
         qkv, ready_mask = kernel.prepared((query, key, value), mask)
         if kernel.takes(qkv, ready_mask, args):
-            padded = further
-            if further is not None and qkv[0].shape[3] > query.shape[3]:
-                padded = _as_wide(further, qkv[0].shape[3])
+            wider = qkv[0].shape[3] > query.shape[3]
+            if further is not None and wider:
+                missing = qkv[0].shape[3] - query.shape[3]
+                further = further._replace(
+                    values=None if further.values is None else F.pad(further.values, (0, missing))
+                )
             arguments = (ready_mask, kernel, _log(n, query), args)
             if torch.is_grad_enabled():
-                heads: Tensor = _SoftmaxN.apply(*qkv, *(padded or (None, None)), *arguments)  # type: ignore[no-untyped-call]  # torch's
+                heads: Tensor = _SoftmaxN.apply(*qkv, *(further or (None, None)), *arguments)  # type: ignore[no-untyped-call]  # torch's
             else:
-                heads = _scaled(qkv, padded, *arguments)[0]
-            return heads[..., : query.shape[3]]
+                heads = _scaled(qkv, further, *arguments)[0]
+            return heads[..., : query.shape[3]] if wider else heads
     return None
 
 
@@ -87,25 +90,17 @@ def _plain(qkv: Three, mask: Tensor | None) -> bool:
     """
     if mask is not None and (mask.requires_grad or mask.dim() != 4):
         return False
-    query = qkv[0]
-    for tensor in qkv:
-        alike = tensor.device == query.device and tensor.dtype == query.dtype and tensor.shape[3] == query.shape[3]
-        if not alike or tensor.stride(-1) != 1 or tensor.numel() == 0:
-            return False
-    return True
+    query, key, value = qkv
+    alike = query.dtype == key.dtype == value.dtype and query.shape[3] == key.shape[3] == value.shape[3]
+    in_rows = query.stride(3) == key.stride(3) == value.stride(3) == 1
+    return alike and in_rows and query.numel() > 0 and key.numel() > 0
 
 
 def _log(n: float | Tensor, query: Tensor) -> float | Tensor:
     """The logarithm of n, in fp32 at least."""
     if isinstance(n, float):
         return math.log(n) if n > 0 else -math.inf
-    return n.detach().to(torch.promote_types(query.dtype, torch.float32)).log()
-
-
-def _as_wide(further: Further, width: int) -> Further:
-    """The same pairs with values as wide as the kernel's, which are filled up with zeros."""
-    values = further.values
-    return Further(further.scores, None if values is None else F.pad(values, (0, width - values.shape[2])))
+    return n.detach().to(wide(query)).log()
 
 
 def _scaled(

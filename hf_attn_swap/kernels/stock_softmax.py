@@ -68,46 +68,21 @@ class KernelOutput(NamedTuple):
     kept: tuple[Any, ...]
 
 
-class Kernel:
-    """One kernel. Its methods have the same arguments for every kernel.
+class Cpu:
+    """The flash kernel of the CPU. Each kernel has the same attributes, and methods with the same arguments.
 
     Attributes:
         device: the type of the device on which the kernel runs.
         dtypes: the dtypes of query, key and value that the kernel takes.
-        operators: the operators of PyTorch, or None if this version has others.
         drops: True if the kernel can drop weights.
+        operators: the operators of PyTorch, or None if this version has others.
         on: True if the user has not switched the kernel off, for example by `torch.nn.attention.sdpa_kernel`.
     """
 
-    device: str
-    dtypes: tuple[torch.dtype, ...]
-    operators: Operators | None
-    drops = False
-    on: Callable[[], bool]
-
-    def prepared(self, qkv: Three, mask: Tensor | None) -> tuple[Three, Tensor | None]:
-        """Query, key and value (B,H,·,W), and the mask, as the kernel takes them. Gradients flow through this step."""
-        raise NotImplementedError
-
-    def takes(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> bool:
-        """True if the kernel can compute with these prepared tensors."""
-        raise NotImplementedError
-
-    def forward(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> KernelOutput:
-        """Compute the heads and lse from prepared tensors."""
-        raise NotImplementedError
-
-    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, args: SdpaArgs) -> Three:
-        """The gradients of query, key and value from `grad`, the gradient of the heads (B,H,Q,W)."""
-        raise NotImplementedError
-
-
-class Cpu(Kernel):
-    """The flash kernel of the CPU."""
-
     device = "cpu"
     dtypes = (torch.float64, torch.float32, *HALF)
-    operators = operators(
+    drops = False
+    operators: Any = operators(
         "_scaled_dot_product_flash_attention_for_cpu",
         "query key value dropout_p is_causal attn_mask scale",
         "grad_out query key value out logsumexp dropout_p is_causal attn_mask scale",
@@ -115,31 +90,33 @@ class Cpu(Kernel):
     on = staticmethod(cuda.flash_sdp_enabled)  # the switch of sdpa_kernel(...), CPU too
 
     def prepared(self, qkv: Three, mask: Tensor | None) -> tuple[Three, Tensor | None]:
+        """Query, key and value (B,H,·,W), and the mask, as the kernel takes them. Gradients flow through this step."""
         return qkv, None if mask is None else mask.expand(-1, -1, qkv[0].shape[2], -1)
 
     def takes(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> bool:
+        """True if the kernel can compute with these prepared tensors."""
         query, key, _ = qkv
         return GROUPED or query.shape[1] == key.shape[1]
 
     def forward(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> KernelOutput:
-        assert self.operators is not None
+        """Compute the heads and lse from prepared tensors."""
         heads, lse = self.operators.forward(*qkv, 0.0, args.causal, attn_mask=mask, scale=args.scaling)
         return KernelOutput(heads, lse, ())
 
     def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, args: SdpaArgs) -> Three:
-        assert self.operators is not None
+        """The gradients of query, key and value from `grad`, the gradient of the heads (B,H,Q,W)."""
         arguments = (grad, *qkv, output.heads, output.lse, 0.0, args.causal)
         grads: Three = self.operators.backward(*arguments, attn_mask=mask, scale=args.scaling)
         return grads
 
 
-class Flash(Kernel):
+class Flash:
     """The flash kernel of CUDA. It reads the keys of a group without a copy."""
 
     device = "cuda"
     dtypes = HALF
     drops = True
-    operators = operators(
+    operators: Any = operators(
         "_scaled_dot_product_flash_attention",
         "query key value dropout_p is_causal return_debug_mask scale",
         "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal philox_seed "
@@ -157,25 +134,23 @@ class Flash(Kernel):
         return cuda.can_use_flash_attention(cuda.SDPAParams(*qkv, None, args.dropout, args.causal, True))
 
     def forward(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> KernelOutput:
-        assert self.operators is not None
         heads, lse, *rest = self.operators.forward(*qkv, args.dropout, args.causal, False, scale=args.scaling)
         return KernelOutput(heads, lse, tuple(rest[:6]))
 
     def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, args: SdpaArgs) -> Three:
-        assert self.operators is not None
         *lengths, seed, offset = output.kept
         arguments = (grad, *qkv, output.heads, output.lse, *lengths, args.dropout, args.causal, seed, offset)
         grads: Three = self.operators.backward(*arguments, scale=args.scaling)
         return grads
 
 
-class Efficient(Kernel):
+class Efficient:
     """The memory-efficient kernel of CUDA. Its lse has a number of rows that is a multiple of 32; the last are inf."""
 
     device = "cuda"
     dtypes = (torch.float32, *HALF)
     drops = True
-    operators = operators(
+    operators: Any = operators(
         "_scaled_dot_product_efficient_attention",
         "query key value attn_bias compute_log_sumexp dropout_p is_causal scale",
         "grad_out_ query key value attn_bias out logsumexp philox_seed philox_offset dropout_p grad_input_mask "
@@ -196,18 +171,17 @@ class Efficient(Kernel):
         return cuda.can_use_efficient_attention(cuda.SDPAParams(*qkv, mask, args.dropout, args.causal, False))
 
     def forward(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> KernelOutput:
-        assert self.operators is not None
         heads, lse, *rest = self.operators.forward(*qkv, mask, True, args.dropout, args.causal, scale=args.scaling)
         return KernelOutput(heads, lse, tuple(rest))
 
     def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, args: SdpaArgs) -> Three:
-        assert self.operators is not None
         wanted = [True, True, True, False]  # no gradient of the mask
         arguments = (grad, *qkv, mask, output.heads, output.lse, *output.kept, args.dropout, wanted, args.causal)
         grad_q, grad_k, grad_v, _ = self.operators.backward(*arguments, scale=args.scaling)
         return grad_q, grad_k, grad_v
 
 
+Kernel = Cpu | Flash | Efficient
 KERNELS: tuple[Kernel, ...] = (Cpu(), Flash(), Efficient())
 
 

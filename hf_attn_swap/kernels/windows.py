@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +27,7 @@ from ..core.masks import Masks, compiling
 ROWS = 64  # a block has at least so many queries: with fewer, each key would be copied too often
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """How far a query sees.
 
     Attributes:
@@ -43,7 +43,7 @@ class Span:
     @property
     def alone(self) -> Span:
         """The same window in every head."""
-        return replace(self, full=()) if self.full else self
+        return self._replace(full=()) if self.full else self
 
     def full_of(self, heads: int) -> tuple[bool, ...]:
         """For each of so many heads, True if its queries see every key: query heads, or key/value heads (repeated).
@@ -248,14 +248,8 @@ class Blocks:
             near = F.pad(near, (0, 0, missing, wanted - near.shape[2] - missing))
         return near.unfold(2, self.width, self.rows).transpose(3, 4)
 
-    def seen(self, masks: Masks, firsts: Firsts | None, window: int) -> Tensor | None:
-        """(B|1,N,R,F + C) bool, True where a query of a block sees a key of the block; the first keys come first.
-
-        None if it sees all of them: the next token of a long text without padding.
-        """
-        apart = window + (0 if firsts is None else firsts.place.shape[1])  # keys so that no first key is near as well
-        if self.queries == 1 and masks.key_mask is None and self.keys >= apart:
-            return None
+    def seen(self, masks: Masks, firsts: Firsts | None, window: int) -> Tensor:
+        """(B|1,N,R,F + C) bool, True where a query of a block sees a key of the block; the first keys come first."""
         device = masks.device
         block = torch.arange(self.count, device=device)[:, None, None] * self.rows + (self.keys - self.queries)
         query_place = block + torch.arange(self.rows, device=device)[:, None]  # (N,R,1)
@@ -284,7 +278,22 @@ def firsts_of(masks: Masks, span: Span) -> Firsts | None:
     return firsts
 
 
-def _blocked(inputs: Inputs, span: Span, held: Held) -> tuple[Blocks, Tensor, Tensor, Tensor, Tensor | None]:
+def next_token(inputs: Inputs, span: Span, held: Held) -> Inputs | None:
+    """The keys that the next token of a long text without padding sees, without a mask; None for any other call.
+
+    The arguments are those of `attend`.
+    """
+    masks, all_keys = inputs.masks, (inputs.key, inputs.value)
+    if masks.queries > 1 or masks.key_mask is not None or masks.keys < span.window + span.sinks:
+        return None
+    key, value = [tensor[:, :, -span.window :] for tensor in all_keys]
+    if (firsts := firsts_of(masks, span)) is not None:
+        key, value = [torch.cat(parts, 2) for parts in zip(held.first(firsts, *all_keys), (key, value), strict=True)]
+    masks = Masks(queries=1, keys=key.shape[2], device=masks.device)
+    return Inputs(**{**vars(inputs), "key": key, "value": value, "masks": masks})
+
+
+def _blocked(inputs: Inputs, span: Span, held: Held) -> tuple[Blocks, Tensor, Tensor, Tensor, Tensor]:
     """The blocks; their queries (B,N,H,R,D), keys and values (B,N,G,F + C,D), and what they see, as `Blocks.seen`."""
     masks = inputs.masks
     blocks, firsts = Blocks.of(masks, span), firsts_of(masks, span)
@@ -347,9 +356,7 @@ def _attended(inputs: Inputs, span: Span, held: Held) -> Tensor:
     # The heads of a group are rows of one block, so that no key is copied for each of them.
     query = query.reshape(-1, groups, share * rows, width)
     key, value = key.flatten(0, 1), value.flatten(0, 1)
-    mask = None
-    if seen is not None:
-        mask = _per_row(seen, batch)[:, None, None].expand(-1, 1, share, -1, -1).flatten(2, 3)
+    mask = _per_row(seen, batch)[:, None, None].expand(-1, 1, share, -1, -1).flatten(2, 3)
     read = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=inputs.dropout, scale=inputs.scaling
     )
@@ -365,9 +372,7 @@ def folded(inputs: Inputs, span: Span, held: Held = ALL) -> tuple[Blocks, Inputs
     blocks, query, key, value, seen = _blocked(inputs, span, held)
     masks, batch = inputs.masks, query.shape[0]
     query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
-    given = None
-    if seen is not None:
-        given = masks.once(("folded", blocks, span, batch), lambda: _per_row(seen, batch)[:, None])
+    given = masks.once(("folded", blocks, span, batch), lambda: _per_row(seen, batch)[:, None])
     masks = Masks(queries=blocks.rows, keys=key.shape[2], device=masks.device, given=given, made=masks.made)
     return blocks, replace(inputs, query=query, key=key, value=value, masks=masks)
 

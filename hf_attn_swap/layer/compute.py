@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..core.call import Call, FusedSoftmax, Inputs
 from ..core.masks import Masks, traced, transformed
+from ..functional.linear import widened
 from ..kernels import softmax_n, weighted, windows
 from ..kernels.dispatch import Form, Setting, joined_form, weighted_form, windows_form
 from ..kernels.weighing import Rule
@@ -153,6 +154,9 @@ def _in_blocks(
     places: Places, inputs: Inputs, call: Call, sdpa: FusedSoftmax, form: Form, span: windows.Span, held: windows.Held
 ) -> Tensor:
     """The heads (B,Q,H,D) in a window, by blocks of queries with the keys of their window."""
+    next_token = windows.next_token(inputs, span, held)
+    if next_token is not None:
+        return _attended(places, next_token, call, sdpa, False, form)[0]
     if form is Form.SDPA and places == ORDINARY:
         return windows.attend(inputs, span, held)
     blocks, inside = windows.folded(inputs, span, held)
@@ -223,7 +227,7 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
     allowed = inputs.masks.allowed()
     if allowed is not None:
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-    wide = scores.to(_wide(scores))
+    wide = widened(scores)
     if places.normalizer is not None:
         weights = same_shape(places.normalizer, "normalize", wide, places.normalizer.normalize(wide, call))
     else:
@@ -286,8 +290,3 @@ def _refuse_bias(variant: Variant, inputs: Inputs) -> None:
             f"{variant.name} has no scores, so it cannot add a bias to them: this 4-D float mask holds finite "
             "values other than 0; pass a bool mask, or a float mask of 0 and the dtype's minimum."
         )
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    """The dtype in which scores are normalized: fp32 at least."""
-    return torch.promote_types(tensor.dtype, torch.float32)

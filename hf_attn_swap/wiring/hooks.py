@@ -54,25 +54,20 @@ class KeepNext:
     hooks get must be that of the swapped attention. A compiler does not look into the handles.
 
     Attributes:
-        before: the handles of the hooks that run before an attention module, and must be the last to do so.
-        after: the handles of the hooks that run after one, and must be the first to do so.
+        handles: the handles of the hooks of the attention modules; and True for a hook that runs before its module,
+            and must be the last to do so, or False for one that runs after it, and must be the first.
     """
 
-    before: tuple[RemovableHandle, ...]
-    after: tuple[RemovableHandle, ...]
+    handles: tuple[tuple[RemovableHandle, bool], ...]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Move each hook to the end, or to the beginning, of its module's hooks, if it is not there."""
         if torch.compiler.is_compiling():
             return
-        for handle in self.before:
+        for handle, before in self.handles:
             hooks = handle.hooks_dict_ref()
-            if hooks and next(reversed(hooks)) != handle.id:
-                hooks.move_to_end(handle.id)
-        for handle in self.after:
-            hooks = handle.hooks_dict_ref()
-            if hooks and next(iter(hooks)) != handle.id:
-                hooks.move_to_end(handle.id, last=False)
+            if hooks and next(reversed(hooks) if before else iter(hooks)) != handle.id:
+                hooks.move_to_end(handle.id, last=before)
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,9 +170,59 @@ def before_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return args, {**kwargs, LAYER: (residual, checkpointed)}
 
 
-def before_core(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Before an attention module that applies its own W_o: add the `Call`."""
-    return _start(module, module, args, kwargs)
+def before_core(module: nn.Module, args: Any, kwargs: dict[str, Any], core: nn.Module | None = None) -> Any:
+    """Before an attention module: check the call, and add its `Call` to the keyword arguments.
+
+    Args:
+        module: the module that is called.
+        args: its arguments by position.
+        kwargs: its arguments by name.
+        core: the attention module inside, if `module` is a container around it.
+
+    Raises:
+        ValueError: the call is cross-attention; or nothing is computed here, and the model has another attention
+            implementation now (otherwise `after_call` sees it).
+    """
+    core = module if core is None else core
+    swap = swap_of(core)
+    if kwargs.get(STOCK):
+        # The stock layer repeats a call of the swapped layer, with the swapped layer's arguments.
+        return args, {name: value for name, value in kwargs.items() if name != CALL}
+    cache = cache_of(args, kwargs)
+    if swap is None or swap.phase == Phase.OFF:
+        _check_implementation(core)
+        return args, kwargs
+    wiring = swap.wiring
+    assert wiring is not None, "a swap computes in no model"
+    for argument in wiring.others:
+        if argument.of(args, kwargs) is not None:
+            raise ValueError(
+                f"{type(core).__name__}: cross-attention has no values of its own tokens and cannot be swapped; leave "
+                "this module out with layers= or modules=."
+            )
+    context: ForwardContext | None = kwargs.get(CONTEXT)
+    if context is None and wiring.first and wiring.last:  # a layer that shares scores with no other needs no stack
+        context = ForwardContext(gradients=torch.is_grad_enabled())
+    call = Call(x=wiring.states.of(args, kwargs), context=context, last=wiring.last, uniform=wiring.uniform)
+    call.residual, call.recomputed = kwargs.get(LAYER, (None, False))
+    if swap.carries:
+        call.order = swap.place_in(context)
+        call.first = swap.is_first(call.order)
+        if cache is not None and not wiring.uniform:
+            keep_all_keys(cache)
+    if cache is not None:
+        layer, call.start = _place_in_cache(core, wiring, cache)
+        if layer is not None and (swap.replaces or swap.span is not None):
+            call.state = _state(core, swap, wiring, cache, layer, context)
+    elif wiring.borrows:  # the current tokens are the last ones
+        call.start = sys.maxsize
+    if wiring.dropout_path:
+        call.dropout = module.get_submodule(wiring.dropout_path)
+    if swap.training and swap.fresh and torch.is_grad_enabled():
+        _warn_frozen(swap)
+    if "keys" in swap.changed and wiring.mask is not None and not (context is not None and context.from_first_seen):
+        args, kwargs = rotated_from_first_seen(core, wiring.mask.of(args, kwargs), args, kwargs)
+    return args, {**kwargs, CALL: call}
 
 
 def before_core_by_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -190,14 +235,14 @@ def before_core_by_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) ->
     mask = place.of(args, kwargs)
     if isinstance(mask, MaskWithContext):  # the loss `layers` repeats a call with the arguments of the first call
         mask = mask.mask
-    args, kwargs = _start(module, module, *place.put(args, kwargs, mask))
+    args, kwargs = before_core(module, *place.put(args, kwargs, mask))
     context = {name: kwargs[name] for name in (CALL, CONTEXT, STOCK) if name in kwargs}
     return place.put(args, kwargs, MaskWithContext(mask, context))
 
 
 def before_bert(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Before the container of a BERT-like attention module: add the `Call` of its core."""
-    return _start(module.self, module, args, kwargs)  # type: ignore[arg-type]  # a submodule by that name
+    return before_core(module, args, kwargs, module.self)  # type: ignore[arg-type]  # a submodule by that name
 
 
 def after_core(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -211,7 +256,7 @@ def after_core(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     swap = swap_of(module)
     if call is None or swap is None:
         return output
-    x = wiring_of(swap).states.of(args, kwargs)  # a user's own hook may have changed it after `_start`
+    x = wiring_of(swap).states.of(args, kwargs)  # a user's own hook may have changed it after `before_core`
     call.x = x.flatten(1, 2) if x.dim() == 4 else x
     if isinstance(output, Tensor):
         return _written(swap, output, call)
@@ -222,12 +267,27 @@ def after_call(container: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     """After a swapped attention: check that its output is the variant's.
 
     Raises:
-        ValueError: the attention function was not asked with this call's context, or was asked several times by a
+        ValueError: the attention function was not asked with this call's context, because the model has another
+            attention implementation now or a program has replaced its forward, or it was asked several times by a
             module whose input the variant reads.
     """
     call: Call | None = kwargs.get(CALL)
     if call is not None and call.used != 1:
         _check_used(container, call)
+
+
+def _check_implementation(core: nn.Module) -> None:
+    """Refuse a model that has another attention implementation than when it was patched.
+
+    Raises:
+        ValueError: it has.
+    """
+    chosen: str | None = core.config._attn_implementation  # type: ignore[assignment,union-attr]  # checked when patching
+    if not accepted(chosen):
+        raise ValueError(
+            f"{type(core).__name__} is swapped, but the model's attention implementation is now "
+            f"{chosen!r}; keep {NAME!r}, or call unpatch_model first."
+        )
 
 
 def _check_used(module: nn.Module, call: Call) -> None:
@@ -236,6 +296,9 @@ def _check_used(module: nn.Module, call: Call) -> None:
     Raises:
         ValueError: as `after_call` says.
     """
+    for core in module.modules():
+        if "attn_swap" in core._modules:
+            _check_implementation(core)
     swaps = [submodule for submodule in module.modules() if isinstance(submodule, Swap)]
     if call.used and not any(swap.reads_input for swap in swaps):
         return  # a module may ask once for each of several packed images, if the variant needs no rows of the input
@@ -258,7 +321,7 @@ def _written(swap: Swap, out: Tensor, call: Call) -> Tensor:
 def finish(core: nn.Module, out: Tensor, x: Tensor, kwargs: dict[str, Any], dropout: nn.Module) -> Tensor:
     """Let the variants change the output (B,L,E) of W_o and dropout, inside a container that applies LayerNorm next.
 
-    The input `x` (B,L,E) is what the forward was given: a user's own hook may have changed it after `_start`.
+    The input `x` (B,L,E) is what the forward was given: a user's own hook may have changed it after `before_core`.
 
     Raises:
         ValueError: as `after_call` says.
@@ -269,70 +332,9 @@ def finish(core: nn.Module, out: Tensor, x: Tensor, kwargs: dict[str, Any], drop
         return out
     if call.used != 1:  # `after_call` comes later, and the variants need what the attention function leaves in the call
         _check_used(core, call)
+    _check_implementation(core)  # ALBERT's forward is ours, and asks our function under any implementation
     call.dropout, call.x = dropout, x
     return swap.write(out, call)
-
-
-def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Check the call, and add its `Call` to the keyword arguments.
-
-    Raises:
-        ValueError: the model has another attention implementation now, or the call is cross-attention.
-    """
-    swap = swap_of(core)
-    chosen: str | None = core.config._attn_implementation  # type: ignore[assignment,union-attr]  # checked when patching
-    if not accepted(chosen):
-        raise ValueError(
-            f"{type(core).__name__} is swapped, but the model's attention implementation is now "
-            f"{chosen!r}; keep {NAME!r}, or call unpatch_model first."
-        )
-    if kwargs.get(STOCK):
-        # The stock layer repeats a call of the swapped layer, with the swapped layer's arguments.
-        return args, {name: value for name, value in kwargs.items() if name != CALL}
-    cache = cache_of(args, kwargs)
-    if swap is None or swap.phase == Phase.OFF:
-        return args, kwargs
-    wiring = swap.wiring
-    assert wiring is not None, "a swap computes in no model"
-    for argument in wiring.others:
-        if argument.of(args, kwargs) is not None:
-            raise ValueError(
-                f"{type(core).__name__}: cross-attention has no values of its own tokens and cannot be swapped; leave "
-                "this module out with layers= or modules=."
-            )
-    context: ForwardContext | None = kwargs.get(CONTEXT)
-    if context is None and wiring.first and wiring.last:  # a layer that shares scores with no other needs no stack
-        context = ForwardContext(gradients=torch.is_grad_enabled())
-    residual, checkpointed = kwargs.get(LAYER, (None, False))
-    order, first, state = 0, True, None
-    start: int | Tensor | None = sys.maxsize if wiring.borrows else None  # the current tokens are the last ones
-    if swap.carries:
-        order = swap.place_in(context)
-        first = swap.is_first(order)
-        if cache is not None and not wiring.uniform:
-            keep_all_keys(cache)
-    if cache is not None:
-        layer, start = _place_in_cache(core, wiring, cache)
-        if layer is not None and (swap.replaces or swap.span is not None):
-            state = _state(core, swap, wiring, cache, layer, context)
-    call = Call(
-        x=wiring.states.of(args, kwargs),
-        start=start,
-        state=state,
-        context=context,
-        order=order,
-        first=first,
-        last=wiring.last,
-        uniform=wiring.uniform,
-        residual=residual,
-        recomputed=checkpointed,
-        dropout=container.get_submodule(wiring.dropout_path) if wiring.dropout_path else None,
-    )
-    if swap.training and swap.fresh and torch.is_grad_enabled():
-        _warn_frozen(swap)
-    if "keys" in swap.changed and wiring.mask is not None and not (context is not None and context.from_first_seen):
-        args, kwargs = rotated_from_first_seen(core, wiring.mask.of(args, kwargs), args, kwargs)
-    return args, {**kwargs, CALL: call}
 
 
 def wiring_of(swap: Swap) -> Wiring:

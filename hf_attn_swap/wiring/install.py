@@ -363,22 +363,21 @@ class Installation:
         self._unwire()
         placed = places_of(self.root, self.sites)
         layers: dict[int, nn.Module] = {}
-        near: dict[int, list[tuple[RemovableHandle, RemovableHandle]]] = {}
+        near: dict[int, list[tuple[RemovableHandle, bool]]] = {}
         for place in placed:
             if place.wiring is None:
                 place.site.core.__dict__["attn_swap"] = None
                 continue
             for swap in place.swaps:
                 swap.wiring = place.wiring
-            near.setdefault(id(place.stack), []).append(self._hook(place))
+            near.setdefault(id(place.stack), []).extend(self._hook(place))
             if place.layer is not None and takes_keywords(place.layer):
                 layers[id(place.layer)] = place.layer
         for layer in layers.values():
             self._pre(layer, hooks.before_layer)
         for stack in {id(place.stack): place.stack for place in placed}.values():
             if id(stack) in near:
-                before, after = zip(*near[id(stack)], strict=True)
-                self._pre(stack, hooks.KeepNext(before, after))
+                self._pre(stack, hooks.KeepNext(tuple(near[id(stack)])))
             if takes_keywords(stack):
                 self._pre(stack, hooks.before_stack)
                 self.record.handles.append(stack.register_forward_hook(hooks.after_stack, with_kwargs=True))
@@ -419,11 +418,11 @@ class Installation:
             elif id(config) in of_keys:
                 setattr(config, seam.MASKS, seam.OF_KEYS)
 
-    def _hook(self, placed: Placed) -> tuple[RemovableHandle, RemovableHandle]:
+    def _hook(self, placed: Placed) -> tuple[tuple[RemovableHandle, bool], ...]:
         """Register the hooks of one attention module, and replace the class of its container where no hook suffices.
 
         Returns:
-            The handles of the hook that runs before the module, and of the hook that runs after it.
+            The handles, as `hooks.KeepNext` takes them.
         """
         site = placed.site
         block = BLOCKS.get(site.family.block)
@@ -433,8 +432,9 @@ class Installation:
             before = hooks.before_core_by_mask if site.by_mask else hooks.before_core
         writes = placed.swaps[0].writes
         after = hooks.after_core if writes and block is None else hooks.after_call
-        handles = self._pre(site.container, before), site.container.register_forward_hook(after, with_kwargs=True)
-        self.record.handles.append(handles[1])
+        last = site.container.register_forward_hook(after, with_kwargs=True)
+        self.record.handles.append(last)
+        handles = (self._pre(site.container, before), True), (last, False)
         if not writes or block is None:
             return handles
         stock = stock_class(site.container)

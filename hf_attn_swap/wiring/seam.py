@@ -26,7 +26,7 @@ from .implementations import NAME, Check, accept
 
 # Given to the stock SDPA function for keys that are repeated already: a module that tells of no groups of heads.
 _UNGROUPED = nn.Module()
-# Names of the keyword arguments that carry a call's context.
+# Names of the keyword arguments that carry a call's context; `attention_forward` has them as arguments.
 CALL = "attn_swap_call"
 CONTEXT = "attn_swap_carried"
 LAYER = "attn_swap_layer"
@@ -81,6 +81,11 @@ def attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    output_attentions: bool | None = None,
+    attn_swap_call: Call | None = None,
+    attn_swap_carried: ForwardContext | None = None,
+    attn_swap_layer: Any = None,
+    attn_swap_stock: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention for `attn_implementation="hf_attn_swap"`.
@@ -96,7 +101,12 @@ def attention_forward(
         scaling: the factor of q k^T; None means 1 / sqrt(D).
         dropout: the probability that a weight is dropped.
         is_causal: True for causal order if there is no mask; None means as `module.is_causal` says.
-        kwargs: the context of the call, and what else the architecture passes.
+        output_attentions: True if the caller wants the weights.
+        attn_swap_call: the call of the swapped module, if its hooks ran.
+        attn_swap_carried: what the layers of the pass share, if it arrives here.
+        attn_swap_layer: what only the hooks of the module read.
+        attn_swap_stock: True if the module runs as if not swapped.
+        kwargs: what else the architecture passes.
 
     Returns:
         The heads (B,Q,H,D); and the weights (B,H,Q,K), or None if they were not computed.
@@ -108,24 +118,36 @@ def attention_forward(
     """
     if isinstance(attention_mask, MaskWithContext):
         kwargs |= attention_mask.context
-        attention_mask = attention_mask.mask
-    call: Call | None = kwargs.pop(CALL, None)
-    context: ForwardContext | None = kwargs.pop(CONTEXT, None)
-    kwargs.pop(LAYER, None)
-    stock = bool(kwargs.pop(STOCK, False))
-    want_weights = bool(kwargs.pop("output_attentions", False)) or (context is not None and context.want_weights)
+        given = (query, key, value, attention_mask.mask, scaling, dropout, is_causal, output_attentions)
+        return attention_forward(module, *given, **kwargs)
+    context, want_weights = attn_swap_carried, bool(output_attentions)
     if context is not None:
         context.arrived = True
+        want_weights = want_weights or context.want_weights
     swap = swap_of(module)
-    causal = False
-    if attention_mask is None and query.shape[2] > 1:
+    causal, queries = False, query.shape[2]
+    if attention_mask is None and queries > 1:
         causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
         if kind_of_masks(getattr(module, "config", None)) == EAGER:  # then no mask means that every key may be seen
             causal = False
-    inputs = _inputs(query, key, value, attention_mask, scaling, dropout, causal, kwargs, context)
+    if "s_aux" in kwargs or "sinks" in kwargs:
+        _refuse_own_sinks(kwargs)
+    if causal and key.shape[2] > queries:  # the first call with a static cache: the later places are still unused
+        key, value = key[:, :, :queries], value[:, :, :queries]
+    inputs = Inputs(
+        query=query,
+        key=key,
+        value=value,
+        scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        masks=_masks(query, key.shape[2], attention_mask, causal, context),
+        dropout=dropout,
+        softcap=kwargs.get("softcap"),
+        position_bias=kwargs.get("position_bias"),
+        own_window=kwargs.get("sliding_window"),
+    )
     sdpa = functools.partial(_sdpa, module, inputs, kwargs)
-    if swap is not None and swap.phase != Phase.OFF and not stock:
-        heads, weights = swap(inputs, asked(module, swap, call, (query, key, value)), sdpa, want_weights)
+    if swap is not None and swap.phase != Phase.OFF and not attn_swap_stock:
+        heads, weights = swap(inputs, asked(module, swap, attn_swap_call, (query, key, value)), sdpa, want_weights)
         return heads.contiguous(), weights
     if want_weights or inputs.softcap is not None:
         heads, weights = reference(ORDINARY, inputs, Call(x=query, context=context))
@@ -156,71 +178,40 @@ def asked(module: nn.Module, swap: Swap, call: Call | None, qkv: Three) -> Call:
         )
     call.used += 1
     query, key, value = qkv
-    sizes, groups = swap.geometry, key.shape[1]
-    computed = query.shape[1], value.shape[3], value.shape[1], sizes.heads % groups
-    if computed != (sizes.heads, sizes.head_dim, groups, 0):
+    sizes, (batch, heads, queries, _), (_, groups, _, width) = swap.geometry, query.shape, value.shape
+    if (heads, width, key.shape[1], heads % groups) != (sizes.heads, sizes.head_dim, groups, 0):
         _refuse_sizes(module, sizes, query, key, value)
-    if swap.reads_input and (call.x.dim() != 3 or call.x.shape[:2] != (query.shape[0], query.shape[2])):
+    if swap.reads_input and (call.x.dim() != 3 or call.x.shape[:2] != (batch, queries)):
         call.x = _rows_of_input(module, call.x, query)
     return call
 
 
-def _inputs(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    causal: bool,
-    kwargs: dict[str, Any],
-    context: ForwardContext | None,
-) -> Inputs:
-    """Collect the tensors of a call, and give every mask one meaning.
+def _masks(query: Tensor, keys: int, mask: Tensor | None, causal: bool, context: ForwardContext | None) -> Masks:
+    """Give the mask of a call its meaning, for this number of keys.
 
     Raises:
-        ValueError: the call has attention sinks, or the mask is neither bool nor of floating point.
+        ValueError: the mask is neither bool nor of floating point.
     """
-    if "s_aux" in kwargs or "sinks" in kwargs:
-        _refuse_own_sinks(kwargs)
-    if attention_mask is not None and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
-            f"{NAME}: an attention mask with the dtype {attention_mask.dtype} says neither what a query may see nor "
+            f"{NAME}: an attention mask with the dtype {mask.dtype} says neither what a query may see nor "
             "what to add to its scores; pass mask.bool(), True where a query may see a key, or a float mask to add."
         )
-    queries, keys = query.shape[2], key.shape[2]
-    if causal and keys > queries:  # the first call with a static cache: the later places are still unused
-        key, value = key[:, :, :queries], value[:, :, :queries]
-    key_mask, mask = None, attention_mask
+    queries, key_mask = query.shape[2], None
     if mask is not None and mask.dim() == 2:
         # `mask_for_swap` alone makes such a mask: the order is causal, and the queries are the last tokens.
-        key_mask = mask
-        mask = None
-        causal = True
+        key_mask, mask, causal = mask, None, True
     elif queries > 1 and mask is not None and mask.dtype == torch.bool and mask.shape[1:3] == (1, 1):
         # All heads and queries share one row.
-        key_mask = mask[:, 0, 0].expand(query.shape[0], -1)
-        mask = None
-        causal = False
-    masks = Masks(
+        key_mask, mask, causal = mask[:, 0, 0].expand(query.shape[0], -1), None, False
+    return Masks(
         queries=queries,
-        keys=key.shape[2],
+        keys=keys,
         device=query.device,
         key_mask=key_mask,
         given=mask,
         causal=causal and mask is None,
         made=context.masks if context is not None else [],
-    )
-    return Inputs(
-        query=query,
-        key=key,
-        value=value,
-        scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
-        masks=masks,
-        dropout=dropout,
-        softcap=kwargs.get("softcap"),
-        position_bias=kwargs.get("position_bias"),
-        own_window=kwargs.get("sliding_window"),
     )
 
 
@@ -248,7 +239,7 @@ def _sdpa(
     may be fewer heads than the module has.
     """
     query, key, value = qkv
-    if query.shape[1] * inputs.key.shape[1] != key.shape[1] * inputs.query.shape[1]:
+    if key is not inputs.key and query.shape[1] * inputs.key.shape[1] != key.shape[1] * inputs.query.shape[1]:
         module = _UNGROUPED
     heads: Tensor = sdpa_attention_forward(
         module, query, key, value, mask, dropout=inputs.dropout, scaling=inputs.scaling, is_causal=causal, **kwargs

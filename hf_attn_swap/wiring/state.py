@@ -72,8 +72,11 @@ class State(CacheLayerMixin):
         raise NotImplementedError
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Note the dtype and the device. The state holds no tensor before the first `absorb`."""
+        """Note the dtype and the device, and hold keys and values of no tokens: some models look at their sizes."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        batch, groups = key_states.shape[:2]
+        self.keys = key_states.new_empty(batch, groups, 0, key_states.shape[3])
+        self.values = value_states.new_empty(batch, groups, 0, value_states.shape[3])
 
     def claim(self, core: nn.Module) -> None:
         """Note which swapped attention module is about to call `update`.
@@ -105,10 +108,6 @@ class State(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        # Like an ordinary layer that was initialised and holds no tokens: some models look at the size of the keys.
-        batch, groups = key_states.shape[:2]
-        self.keys = key_states.new_empty(batch, groups, 0, key_states.shape[3])
-        self.values = value_states.new_empty(batch, groups, 0, value_states.shape[3])
         self._given = None if self.length else (key_states, value_states)
         return key_states, value_states
 
@@ -179,6 +178,8 @@ class State(CacheLayerMixin):
     def _rows(self, choose: Rows) -> None:
         """Take other rows of the batch. `choose` maps a tensor to the tensor with the new rows."""
         self.visible = None if self.visible is None else choose(self.visible)
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = choose(self.keys), choose(self.values)
 
     def offload(self) -> None:
         """Do nothing: a state is small and stays on its device."""

@@ -296,8 +296,10 @@ def test_options() -> None:
 def test_a_token_is_decoded_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a full window every key that is held for it is seen."""
     model, ids = model_of("llama"), zoo.inputs("llama", batch=1, length=20)["input_ids"]
-    cache, masks, seen = DynamicCache(config=model.config), [], windows.Blocks.seen
-    monkeypatch.setattr(windows.Blocks, "seen", lambda *given: masks.append(seen(*given)) or masks[-1])
+    cache, found, next_token = DynamicCache(config=model.config), [], windows.next_token
+    monkeypatch.setattr(windows, "next_token", lambda *given: found.append(next_token(*given)) or found[-1])
     model(ids[:, :-1], **with_cache(model, cache))
     model(ids[:, -1:], **with_cache(model, cache))
-    assert [mask is None for mask in masks] == [False, True], "once per pass"
+    layers = model.config.num_hidden_layers
+    assert [inside is None for inside in found] == [True] * layers + [False] * layers
+    assert found[-1].masks.dense() == (None, False)

@@ -125,6 +125,18 @@ def test_heads_with_all_keys_beside_heads_in_the_window(shape: tuple[int, ...], 
         assert_equal(inputs, reference(Places(), windows.narrowed(inputs, span, call), call)[0], wanted)
 
 
+def test_the_next_token_needs_no_mask() -> None:
+    """If no first key is near, and none is padding."""
+    inputs, _ = next(cases((2, 4, 2, 1, 9), None))
+    inputs.masks = Masks(queries=1, keys=9, device=torch.device("cpu"))
+    for span in (Span(3, 2), Span(9, 0), Span(7, 2)):
+        inside = windows.next_token(inputs, span, windows.ALL)
+        assert inside is not None
+        assert inside.masks.dense() == (None, False)
+        assert_equal(inputs, reference(Places(), inside, Call(x=inputs.query))[0], slow(inputs, span))
+    assert windows.next_token(inputs, Span(8, 2), windows.ALL) is None
+
+
 def test_heads_of_a_span() -> None:
     """Keys may come repeated for each query head; heads that are no multiple are refused."""
     span = Span(3, 1, (True, False))

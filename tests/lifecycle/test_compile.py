@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import DynamicCache
 
+from benchmarks.bench_caches import with_cache
 from hf_attn_swap import describe, list_variants, patch_model, set_strength
 from hf_attn_swap.variants.base import VARIANTS
 from tests.contract.harness import assert_same, batch_of, distance, forward, fresh, perturb, run_all
@@ -92,3 +94,25 @@ def test_a_schedule_recompiles_at_its_two_ends(variant: str) -> None:
         assert distance(got, forward(model, batch)) <= 3e-5
         counts.append(backend.frame_count)
     assert counts == [1, 2, 2, 2, 3]
+
+
+STEPS = ("softmax", "outeffhop", "belief", "sink", "window")
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=pytest.mark.slow if place else ()) for place, name in enumerate(STEPS)]
+)
+def test_decoding_is_one_graph_as_in_stock(variant: str) -> None:
+    """A prompt and two steps, with a cache that the compiled model fills."""
+    ids = torch.arange(1, 13).view(2, 6)
+    graphs = []
+    for model in (fresh("llama", torch.float32), patch_model(fresh("llama", torch.float32), variant)):
+        torch._dynamo.reset()
+        backend, cache, copied = CompileCounterWithBackend("eager"), DynamicCache(), DynamicCache()
+        whole = compiled(model.eval(), backend)
+        for given in (ids, ids[:, :1], ids[:, 1:2]):
+            with torch.no_grad():
+                got = whole(given, **with_cache(model, cache)).logits
+                assert distance(got, model(given, **with_cache(model, copied)).logits) <= 3e-5
+        graphs.append(backend.frame_count)
+    assert graphs[0] == graphs[1]
