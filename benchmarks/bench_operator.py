@@ -114,17 +114,20 @@ def tables(rows: list[dict[str, Any]], fits: list[dict[str, Any]]) -> str:
 
 
 def picture(rows: list[dict[str, Any]], fits: list[dict[str, Any]]) -> Figure:
-    """A picture of time against length on logarithmic axes, with the slopes in the legend."""
-    figure = Figure(figsize=(14, 6.5), layout="constrained")
-    for axes, (kind, title) in zip(figure.subplots(1, 2), KINDS.items(), strict=True):
+    """Time and peak memory against length on logarithmic axes, with the slopes in the legend."""
+    titles = {f"{kind}_ms": f"{title}, ms" for kind, title in KINDS.items()}
+    titles |= {"peak_mb": "peak memory of both, MB"} if "peak_mb" in rows[0] else {}
+    figure = Figure(figsize=(5 * len(titles), 5), layout="constrained")
+    for axes, (column, title) in zip(figure.subplots(1, len(titles)), titles.items(), strict=True):
+        kind = column.removesuffix("_ms")
         for number, name in enumerate(dict.fromkeys(row["operator"] for row in rows)):
             own = [row for row in rows if row["operator"] == name]
-            label = name + "".join(f" ({fit[kind]:.2f})" for fit in fits if fit["operator"] == name)
-            times = [row[f"{kind}_ms"] for row in own]
-            axes.plot([row["length"] for row in own], times, f"C{number}o-", markersize=4, label=label)
+            label = name + "".join(f" ({fit[kind]:.2f})" for fit in fits if fit["operator"] == name and kind in fit)
+            values = [row[column] for row in own]
+            axes.plot([row["length"] for row in own], values, f"C{number}o-", markersize=4, label=label)
         axes.set_xscale("log", base=2)
-        axes.set(yscale="log", xlabel="length", ylabel="ms (slope in brackets)" if fits else "ms", title=title)
-        axes.legend(fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+        axes.set(yscale="log", xlabel="tokens", title=title)
+        axes.legend(fontsize="x-small")
     return figure
 
 
@@ -144,7 +147,7 @@ def main() -> None:
         row["peak_mb"] = in_child(__file__, options, f"{row['length']},{row['operator']}")
     fits = slopes(rows, ("operator",), "length", KINDS)
     write(options.out, options, rows=rows, slopes=fits, left_out=left_out)
-    picture(rows, fits).savefig(Path(options.out).with_suffix(".png"), dpi=130)
+    picture(rows, fits).savefig(Path(options.out).with_suffix(".png"), dpi=90)
     print(tables(rows, fits))
 
 

@@ -34,17 +34,18 @@ from tqdm import tqdm
 from hf_attn_swap import configurations
 
 Run = dict[str, Any]
-NAMED = ("label", "output_dir")
+NAMED = ("label", "output_dir", "card_name")
 OF_VARIANT = ("variant", "options", "layers", "modules", "label", "stages")
 
 
 def expand(run: Run) -> Iterator[Run]:
-    """One run per combination of the grid's values. `{index}` and `{variant}` are filled in in labels and folders."""
+    """One run per combination of the grid's values. Its names may hold `{index}`, `{number}` and `{variant}`."""
     grid = run.get("grid", {})
     fixed = {name: value for name, value in run.items() if name != "grid"}
     for index, values in enumerate(itertools.product(*grid.values())):
         chosen = {**fixed, **dict(zip(grid, values, strict=True))}
-        named = {name: chosen[name].format(index=index, variant=chosen["variant"]) for name in NAMED if name in chosen}
+        told = {"index": index, "number": index + 1, "variant": chosen["variant"]}
+        named = {name: chosen[name].format(**told) for name in NAMED if name in chosen}
         yield {**chosen, **named}
 
 

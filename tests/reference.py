@@ -31,7 +31,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gated": {"kind": "linear", "pi_init": 0.25},
     "simpletron": {"length": "true"},
     "simpletron_res": {"length": "true", "skip": "inner"},
-    "simpletron_resl": {"length": "true"},
+    "simpletron_resl": {"length": "true", "skip": "inner"},
     "modern_hopfield": {
         "alpha": 0.5,
         "alpha_prime": 0.5,
@@ -283,10 +283,9 @@ class SlowLayer(nn.Module):
         causal = self.kind in CAUSAL
         linear = slow_simple_attention(q, k, v, causal=causal, length=options["length"], allowed=allowed)
         joined = linear.transpose(1, 2).flatten(2)
-        if name == "simpletron_resl":
-            layer = x + self.output_projection(joined)
-        else:
-            layer = x + joined if name == "simpletron_res" and options["skip"] == "inner" else joined
+        layer = self.output_projection(joined) if name == "simpletron_resl" else joined
+        if options.get("skip") == "inner":
+            layer = layer + x
         return (1 - self.s) * self.output_projection(ordinary.flatten(2)) + self.s * layer
 
 

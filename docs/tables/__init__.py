@@ -39,6 +39,7 @@ from .runs import (
     scratch_table,
     tasks_table,
 )
+from .simpletron import depth_table, deviation_table
 from .speed import (
     compile_table,
     decode_table,
@@ -202,6 +203,8 @@ TABLES = {
     "results": results_table,
     "scratch": scratch_table,
     "coverage": coverage_table,
+    "deviation": deviation_table,
+    "depth": lambda: depth_table({run.name: run for run in recorded()}),
     "papers": lambda: claims_table({run.name: run for run in recorded()}),
     "curve": curve_table,
     "curve-smollm2": lambda: curve_table(CURVE_SMOLLM2),

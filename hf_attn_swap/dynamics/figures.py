@@ -68,6 +68,8 @@ class Drawn:
         return paths
 
 
+SWEPT_HEADS, SWEPT_TOKENS = (1, 2, 4, 8, 16), (10, 30, 100)
+
 FIGURES: dict[str, Callable[[Settings], Drawn]] = {}
 TRAINED: set[str] = set()
 
@@ -166,6 +168,38 @@ def polytope(settings: Settings) -> Drawn:
     far = float((z - z[wins]).norm(dim=-1).max())
     says = f"At t = 8 every token is within {far:.2g} of one of {len(set(wins.tolist()))} vertices."
     return Drawn(figure=snapshots(trajectory, (0, 40, 160), "V = I"), says=says, movies={"": trajectory})
+
+
+@figure("sweep")
+def sweep(settings: Settings) -> Drawn:
+    """10, 30 and 100 tokens in 2 dimensions under 1 to 16 heads with random Q and K and V = I, until t = 5."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    query, key = torch.randn(2, max(SWEPT_HEADS), 2, 2, generator=generator, dtype=torch.float64)
+    value = torch.eye(2, dtype=torch.float64).expand_as(query)
+    every = HeadMatrices(query=query, key=key, value=value, output=value, scale=2**-0.5)
+    tokens = random_tokens(max(SWEPT_TOKENS), 2, seed=settings.seed)
+    drawing = Figure(figsize=(8.4, 1.9 * len(SWEPT_HEADS)), layout="constrained")
+    axes = drawing.subplots(len(SWEPT_HEADS), len(SWEPT_TOKENS) + 1)
+    ends = []
+    for row, heads in zip(axes, SWEPT_HEADS, strict=True):
+        found = []
+        for panel, count in zip(row, SWEPT_TOKENS, strict=False):
+            trajectory = simulate(tokens[:count], every[range(heads)], time=5, step=0.05)
+            counts = clusters(trajectory).counts
+            settled = max((index for index, each in enumerate(counts) if each != counts[-1]), default=-1) + 1
+            found.append(f"{counts[-1]} from t = {float(trajectory.times[settled]):.3g} on")
+            panel.plot(trajectory.z[..., 0], trajectory.z[..., 1], color="0.8", linewidth=0.5)
+            panel.scatter(*trajectory.z[-1].T, s=8)
+            panel.set_title(f"H = {heads}, {count} tokens", fontsize="x-small")
+            row[-1].plot(trajectory.times, counts, label=f"{count} tokens")
+        row[-1].set_title(f"H = {heads}: clusters over t", fontsize="x-small")
+        row[-1].set_yscale("log")
+        for panel in row:
+            panel.tick_params(labelsize=5)
+        ends.append(f"{heads}: {', '.join(found)}")
+    axes[0][-1].legend(fontsize="xx-small")
+    names = ", ".join(map(str, SWEPT_TOKENS))
+    return Drawn(figure=drawing, says=f"Clusters of {names} tokens by the number of heads: {'; '.join(ends)}.")
 
 
 @figure("spectra", trained=True)

@@ -61,13 +61,16 @@ class Spectrum:
 
 
 def spectra(heads: HeadMatrices) -> list[Spectrum]:
-    """The spectrum of every head."""
+    """The spectrum of every head.
+
+    V = (W_V W_O)^T has the eigenvalues of the small matrix (W_O W_V)^T, and zeros; W_O^T takes its eigenvectors to V's.
+    """
     of_heads = []
-    values, forms = heads.V, heads.B
+    forms = heads.B
     for head in range(len(heads)):
-        eigenvalues, vectors = torch.linalg.eig(values[head])
+        eigenvalues, vectors = torch.linalg.eig((heads.output[head] @ heads.value[head]).T)
         order = eigenvalues.abs().argsort(descending=True)
-        eigenvalues, leading = eigenvalues[order], vectors[:, order[0]]
+        eigenvalues, leading = eigenvalues[order], heads.output[head].T.to(vectors) @ vectors[:, order[0]]
         alignment = float("nan")
         if eigenvalues[0].imag == 0:
             phi = leading.real / leading.real.norm()

@@ -1,7 +1,7 @@
 """Computes SimpleTRON: linear attention without softmax.
 
 A_h = L^(-1/2) q_h (k_h^T v_h), where L is the number of keys that the query may see. simpletron: out = A, and
-simpletron_res: out = x + A, both without W_o. simpletron_resl: out = x + A W_o + b_o.
+simpletron_res: out = x + A, both without W_o. simpletron_resl: out = x + A W_o + b_o, or with skip="block" A W_o + b_o.
 At strength s, the layer computes (1 - s) (ordinary layer) + s (variant's layer); s = 0 is ordinary attention.
 SimpleTRON (2021), section 3. The paper has no causal form, no length without padding and no strength; these are this
 package's own. docs/mathematics.md, section SimpleTRON.
@@ -28,7 +28,7 @@ from .base import Replacement, mix, register
 
 @dataclass(frozen=True, kw_only=True)
 class SimpletronOptions(Options):
-    """The options of `simpletron` and `simpletron_resl`.
+    """The options of `simpletron`.
 
     Attributes:
         length: "true" counts the real keys that a query may see; "fixed" counts padding too.
@@ -39,7 +39,7 @@ class SimpletronOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class SimpletronResOptions(SimpletronOptions):
-    """The options of `simpletron_res`.
+    """The options of `simpletron_res` and `simpletron_resl`.
 
     Attributes:
         skip: "inner" adds x inside the layer; "block" adds nothing, so that only the block's own residual stays.
@@ -140,17 +140,13 @@ class SimpletronRes(Simpletron):
 
 
 @register("simpletron_resl", aliases=("simple_resl",))
-class SimpletronResL(Simpletron):
+class SimpletronResL(SimpletronRes):
     """Returns the product after W_o, plus the layer's input (no parameters)."""
 
     about = replace(
         Simpletron.about, summary="no softmax and an inner skip, in linear time, with W_o", formula="x + A W_o"
     )
     keeps_projection = True
-
-    @property
-    def adds_input(self) -> bool:
-        return True
 
     def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
         return heads_BLHD
@@ -159,4 +155,6 @@ class SimpletronResL(Simpletron):
         return mix(ordinary_BLHD, heads_BLHD, call.strength_in(ordinary_BLHD.dtype))
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
+        if not self.adds_input:
+            return out_BLE
         return out_BLE + (call.strength_in(out_BLE.dtype) * call.x).to(out_BLE.dtype)

@@ -21,6 +21,7 @@ from hf_attn_swap.dynamics import (
     simulate,
     vertex_share,
 )
+from hf_attn_swap.functional import softmax_n
 
 SEEDS = range(2)
 
@@ -54,6 +55,55 @@ def test_tokens_end_at_vertices_of_a_polytope(width: int, seed: int) -> None:
     share, corners = vertex_share(trajectory.z[-1], start=trajectory.z[0])
     assert share == 1.0
     assert 1 <= corners <= len(leaders(trajectory.attention(-1)[0])) + 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_polytope_needs_queries_and_keys_that_agree(seed: int) -> None:
+    """Theorem 2 with and without Q^T K > 0: corners that lead themselves, or a single point inside the hull."""
+    corners = {}
+    for sign in (1, -1):
+        heads = HeadMatrices.plain(sign * identity(2), identity(2))
+        trajectory = simulate(random_tokens(20, 2, low=-1, high=1, seed=seed), heads, time=12, step=0.1)
+        share, corners[sign] = vertex_share(trajectory.z[-1], start=trajectory.z[0])
+        assert share == 1.0
+        if sign == 1:
+            wins = trajectory.attention(-1)[0].argmax(-1)
+            assert (wins[wins] == wins).all()
+    assert corners[1] > 1
+    assert corners[-1] == 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_low_rank_limit_needs_a_positive_product(seed: int) -> None:
+    """Theorem 1: P(t) has come to its limit at t = 8 if Q K > 0, and has not if Q K < 0."""
+    moved = {}
+    for sign in (1, -1):
+        heads = HeadMatrices.plain(sign * identity(1), identity(1))
+        trajectory = simulate(random_tokens(40, 1, low=-1, high=1, seed=seed), heads, time=12, step=0.05)
+        moved[sign] = float((trajectory.attention(-1) - trajectory.attention(160)).abs().max())
+    assert moved[1] < 1e-12
+    assert moved[-1] > 0.1
+
+
+def test_a_product_of_a_polytope_and_a_subspace() -> None:
+    """V normal, 1 on a plane and -0.4 across it: corners of a polytope in the plane, and tokens that stay apart across.
+
+    Without the condition across the plane (V = I), the tokens are not at the corners of what they are in the plane.
+    The last row of the report's table (section 1.1), which is the clusters paper's theorem for a paranormal V.
+    """
+    basis = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
+    inside, across = {}, {}
+    for rest in (-0.4, 1.0):
+        value = basis @ torch.diag(torch.tensor([1.0, 1.0, rest], dtype=torch.float64)) @ basis.T
+        heads = HeadMatrices.plain(identity(3), identity(3), value)
+        trajectory = simulate(random_tokens(30, 3, low=-1, high=1, seed=0), heads, time=12, step=0.1, value="head")
+        plane = trajectory.z @ basis[:, :2]
+        inside[rest] = vertex_share(plane[-1], start=plane[0])
+        last = (trajectory.x[-1] @ basis[:, 2]).sort().values
+        across[rest] = int((last.diff() > 1e-3).sum())
+    assert inside[-0.4] == (1.0, 3)
+    assert across[-0.4] > 10
+    assert inside[1.0][0] < 1.0
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -96,11 +146,17 @@ def test_decay_to_the_origin() -> None:
 
 @pytest.mark.parametrize("count", [1, 4, 16])
 def test_largest_eigenvalue_of_several_heads_is_their_number(count: int) -> None:
+    """Proposition 1, with the vector that attains it; softmax_1, whose rows sum to less than 1, stays below."""
     heads = random_heads(count, 12, 3, seed=count)
     trajectory = simulate(random_tokens(30, 12, seed=1), heads, time=2, step=0.1)
     for index in (0, 10, -1):
-        largest = eigenvalues(trajectory.attention(index).sum(0)).abs().max()
-        assert float(largest) == pytest.approx(count, abs=1e-12)
+        total = trajectory.attention(index).sum(0)
+        assert float(eigenvalues(total).abs().max()) == pytest.approx(count, abs=1e-12)
+        ones = torch.ones(len(total), dtype=torch.float64)
+        torch.testing.assert_close(total @ ones, count * ones)
+    scores = torch.randn(count, 30, 30, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
+    below = eigenvalues(softmax_n(scores, 1.0).sum(0)).abs().max()
+    assert 0.9 * count < float(below) < count - 1e-3
 
 
 def slope(method: str, **kwargs: object) -> float:
