@@ -124,7 +124,7 @@ def build_task(model: ModelArguments, data: ImageDataArguments, own: RecipeArgum
         predict=predict,
         settings=data.settings | own.changed(),
         processor=processor,
-        scratch=made_of(model.model_name_or_path, own.config_overrides, *more) if own.from_scratch else "",
+        scratch=made_of(model.published_name, own.config_overrides, *more) if own.from_scratch else "",
         penalty=own.penalty,
     )
 

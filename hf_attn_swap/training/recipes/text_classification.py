@@ -138,7 +138,7 @@ def build_task(model: ModelArguments, data: TextDataArguments, own: RecipeArgume
         settings=data.settings | own.changed(),
         processor=tokenizer,
         figures=figures,
-        scratch=made_of(model.model_name_or_path, own.config_overrides) if own.from_scratch else "",
+        scratch=made_of(model.published_name, own.config_overrides) if own.from_scratch else "",
         penalty=own.penalty,
     )
 
