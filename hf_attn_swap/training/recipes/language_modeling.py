@@ -184,7 +184,7 @@ def build_task(model: ModelArguments, data: TextDataArguments, own: RecipeArgume
         before=not own.from_scratch,
         figures=functools.partial(figures, load=load, own=own, other=other, shift=int(causal)) if causal else None,
         scratch=made_of(
-            model.model_name_or_path, own.config_overrides, f"{'token ids' if tokenizer is None else name} as tokens"
+            model.published_name, own.config_overrides, f"{'token ids' if tokenizer is None else name} as tokens"
         )
         if own.from_scratch
         else "",
