@@ -84,6 +84,13 @@ def record(given: Any) -> None:
         given.model(**given.batches[0])
 
 
+def tasks(given: Any) -> None:
+    words = " ".join(f"w{first}{second}s" for first in "abcdefgh" for second in "abcdefgh")
+    rows = [build("llama")[1](words * 3)["input_ids"]]  # by another tokenizer than the user's
+    made = analysis.tasks(given.model, rows, given.tokenizer, [900], samples=1)
+    made.measure(given.model)
+
+
 CALLS: dict[str, Callable[[Any], Any]] = {
     "convert": convert,
     "quantize": quantize,
@@ -101,6 +108,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "needle": lambda given: analysis.needle(given.model, given.ids, given.tokenizer, lengths=[500], depths=[0.5]),
     "recall": lambda given: analysis.recall(given.model, given.ids, distances=[100]),
     "key_values": lambda given: analysis.key_values(given.model, [list(range(4, 90))], given.tokenizer, pairs=[3]),
+    "continuations": lambda given: analysis.continuations(given.model, given.ids[:1], given.tokenizer),
+    "tasks": tasks,
     "record": record,
     "input_ranges": lambda given: quantization.input_ranges(given.model, given.batches),
     "int8_static": int8_static,
