@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hf_attn_swap import patch_model
+from hf_attn_swap.measuring import generation
 from hf_attn_swap.measuring.generation import agreement, continuations
 from hf_attn_swap.measuring.recall import recall
 from hf_attn_swap.measuring.retrieval import key_values, needle
@@ -121,8 +122,10 @@ def test_hidden_numbers_and_pairs(command: Command, bytewise: Path, tmp_path: Pa
     assert "needle" not in json.loads(command(*words[:-1], "--json").out)["first"]
 
 
-def test_what_both_write(command: Command, bytewise: Path, tmp_path: Path) -> None:
-    """Their texts behind the same prompts, and the scores of both in the same tasks."""
+def test_what_both_write(command: Command, bytewise: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their texts behind the same prompts, and the scores of both in the same tasks; few of each."""
+    monkeypatch.setattr(generation, "ROWS", 2)
+    monkeypatch.setattr(generation.tasks, "__defaults__", (generation.LENGTHS, 1))
     windowed = patch_model(AutoModelForCausalLM.from_pretrained(bytewise), "window", window=4, sinks=1)
     windowed.save_pretrained(tmp_path / "narrow")
     data = tmp_path / "words.txt"
