@@ -59,6 +59,7 @@ def test_equals_eager(name: str, variant: str, strength: float) -> None:
     eager_and_compiled(name, variant, strength, "aot_eager")
 
 
+@pytest.mark.slow
 def test_layers_of_different_kinds_equal_eager() -> None:
     """One graph has them all: a variant without scores, one of the residual stream in two layers, and another one."""
     linear, writing, other = (KINDS[kind] for kind in ((True, True), (False, True), (False, False)))
@@ -99,9 +100,8 @@ def test_a_schedule_recompiles_at_its_two_ends(variant: str) -> None:
 STEPS = ("softmax", "outeffhop", "belief", "sink", "window")
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=pytest.mark.slow if place else ()) for place, name in enumerate(STEPS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", STEPS)
 def test_decoding_is_one_graph_as_in_stock(variant: str) -> None:
     """A prompt and two steps, with a cache that the compiled model fills."""
     ids = torch.arange(1, 13).view(2, 6)

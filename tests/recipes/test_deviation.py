@@ -42,6 +42,7 @@ def test_deviations_by_hand(variant: str) -> None:
     assert (callback.seen["heads_0"] == callback.seen["products_0"]) is (variant != "softmax")
 
 
+@pytest.mark.slow
 def test_arms(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:  # noqa: F811
     config, out = tmp_path / "own.yaml", tmp_path / "out"
     config.write_text("text_column_names: [text]\n")

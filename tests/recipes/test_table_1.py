@@ -19,7 +19,8 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("bert", marks=pytest.mark.slow), "opt"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "opt"])
 def test_cells(name: str, tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:  # noqa: F811
     text = tmp_path / "rows.txt"
     text.write_text("the film was good and the story bad " * 40, encoding="utf-8")
