@@ -96,7 +96,7 @@ def compare(
     read again after 64, 200, 512 and 2048 tokens, as far as the rows and the models are long enough. --needle hides
     numbers in texts of 256, 1024 and 4096 tokens of the rows, at five depths, and asks for their digits; and it asks
     for the second tokens of 16, 64 and 256 pairs of tokens that were read once. --generate lets both continue 16
-    beginnings of the rows, and answer three tasks of RULER at 1024 and 4096 tokens: one of four hidden numbers, a chain
+    pieces of the rows, and answer three tasks after RULER at 1024 and 4096 tokens: one of four hidden numbers, a chain
     of variables, and the common words of a list.
     """
     from hf_attn_swap.analysis.cost import compare_costs

@@ -1,19 +1,20 @@
-"""Gives again what the blocks below a layer gave, while that layer alone runs its variant: they compute what they did.
+"""Measures a layer without computing the blocks below it: with their variants off, these give what they gave before.
 
-The first of a model's n blocks then costs a whole pass and the last one a block, so that measuring each layer alone
-takes half of the work in the blocks. The figures are those of whole passes, to the bit; this is checked before any is
-used.
+The outputs of all blocks are recorded once. Then a layer in the first block still costs a whole pass, and a layer in
+the last block costs one block, so that measuring every layer takes half of the work in the blocks. The figures are
+those of whole passes, to the bit.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..measuring.held_out import HeldOut
+from ..wiring.install import Installation
 from ..wiring.layers import Layer
 
 MOST = 2**31  # bytes of recorded outputs at most
@@ -32,24 +33,27 @@ class Replay:
         self.now = 0
 
     @classmethod
-    def of(cls, model: nn.Module, layers: Sequence[Layer], held: HeldOut) -> Replay | None:
-        """Record the model as it is now, without variants.
+    def of(cls, installation: Installation, held: HeldOut) -> Replay | None:
+        """Record a model as it is now, without variants.
 
         Args:
-            model: the model, all of whose swaps are at strength 0.
-            layers: those that will run their variants one by one.
+            installation: of the model; its swaps are at strength 0, and their layers will run one by one.
             held: the rows. Each measurement on them takes the same passes.
 
         Returns:
-            The recorded outputs; None where blocks share a module, carry scores, are not called one behind the other
-            with each other's outputs, or give too much, and where the figures of replayed passes are not the same.
+            The recorded outputs. None where a block leaves something for blocks above that is not its output: shared
+            modules, carried scores, borrowed keys, a dict or list that all blocks are given; where a block reads
+            something else than the output of the block below; where the outputs take more than 2 GiB; and where the
+            figures of replayed passes are not the same.
         """
-        lists = {layer.path: block_of(model, layer) for layer in layers}
-        stacks = {id(stack): stack for stack, _ in lists.values()}
-        if len(stacks) != 1 or any(layer.swap.carries or layer.site.family.shared for layer in layers):
+        model, swapped = installation.root, installation.layers()
+        stacks = {id(stack): stack for stack, _ in (block_of(model, layer) for layer in swapped)}
+        (stack, *others) = stacks.values()
+        if others or not isinstance(stack, nn.ModuleList):
             return None
-        (stack,) = stacks.values()
-        if not isinstance(stack, nn.ModuleList):
+        if any(layer.site.borrows or layer.site.family.shared for layer in installation.numbered()):
+            return None
+        if any(layer.swap.carries for layer in swapped):
             return None
         replay = cls(list(stack))
         with replay._recording():
@@ -103,7 +107,8 @@ class Replay:
                 hidden = args[0] if args else kwargs.get("hidden_states")
                 size += sum(tensor.nbytes for tensor in _tensors(output))
                 in_order = bool(self.passes) and len(self.passes[-1]) == number and (number == 0 or hidden is before)
-                broken |= size > MOST or not in_order
+                given = any(isinstance(value, (MutableMapping, MutableSequence)) for value in (*args, *kwargs.values()))
+                broken |= size > MOST or given or not in_order
                 if broken:
                     self.passes.clear()
                 else:

@@ -144,7 +144,7 @@ def _measured(
     swapped = installation.layers()
     with installation.strengths_kept():
         installation.set_strength(dict.fromkeys(swapped, 0.0))
-        replay = Replay.of(installation.root, swapped, held)
+        replay = Replay.of(installation, held)
         for layer, head in bar(units, desc="sensitivity", shown=progress):
             installation.set_strength(dict.fromkeys(swapped, 0.0) | {layer: 1.0})
             with contextlib.ExitStack() as inside:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+# Without this function of PyTorch, the answer is that of bool(): False.
 _transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)
 HIDING = -10_000.0  # a number that hides a key: softmax gives exp(-10000) = 0
 

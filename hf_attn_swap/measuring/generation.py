@@ -1,16 +1,17 @@
 """Measures what causal language models write: texts beside another model's, and answers of tasks made from a seed.
 
-`continuations`: a model goes on with the beginnings of real rows, and the texts of two models are compared token by
-token. Behind the first difference the models read different texts, so the share of equal tokens falls quickly.
+`continuations`: a model goes on behind pieces of real text, and the texts of two models are compared token by token.
+Behind the first difference the models read different texts, so the share of equal tokens falls quickly.
 
-`tasks`: three tasks of RULER (Hsieh et al., 2024, appendix B), which need no data but the user's rows:
+`tasks`: three tasks after RULER (Hsieh et al., 2024, appendix B), which need no data but the user's rows:
 
 - `niah_multikey`: four sentences give a number for a word each, somewhere in a real text; one number is asked for.
 - `vt` (variable tracking): five variables of one chain get their value from each other; all their names are asked for.
 - `cwe` (common words): a numbered list of words, of which some come more often; the most frequent ones are asked for.
 
 The score of an answer is RULER's: the share of the expected words that stand in what the model writes. `vt` and `cwe`
-have one solved example in front, as RULER's prompts for models without instruction tuning. Everything is decoded
+have one solved example in front, as RULER's prompts for models without instruction tuning. The texts and the number of
+samples are others than RULER's, so its published scores are no comparison; the stock model's are. Everything is decoded
 greedily, with the cache of keys and values.
 
 Axes: L token.
@@ -31,19 +32,18 @@ from torch import Tensor, nn
 
 from ..text.bar import bar
 from ..text.table import Table
-from ..text.tokenizer import own_tokenizer
-from ..text.typed import refuse_name
 from ..wiring.install import model_root
-from .batches import evaluating, max_positions, on_device
-from .recall import need_next_token, token_stream
+from .batches import evaluating, on_device
+from .lost import Z95
+from .recall import token_stream
+from .retrieval import checked
 
 LENGTHS = (1024, 4096)
 SAMPLES = 10  # of each task and length
-PROMPT, WRITTEN, ROWS = 64, 64, 16  # tokens that are read and written, and the rows that are continued
-Z = 1.96  # standard errors at each side of a 95 % interval
+PROMPT, WRITTEN, PIECES = 64, 64, 16  # tokens that are read and written, and the pieces of text that are continued
 
 KEYS, HOPS, COMMON = 4, 4, 10  # keys of a text, steps of a chain, frequent words
-WORDS, ANSWER = 50, 60  # different words that the rows have at least, and tokens that are written of a list
+WORDS, ANSWER = 50, 120  # different words that the rows have at least, and tokens that are written of a list
 NEEDLE = "\nOne of the special magic numbers for {key} is: {number}.\n"
 MULTIKEY = (
     "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about "
@@ -141,7 +141,7 @@ class Continuations:
 
 
 def continuations(model: nn.Module, rows: Iterable[Any], tokenizer: Any) -> Continuations:
-    """The beginnings of rows, for a model and others with the same tokenizer to continue.
+    """Pieces of text at equal distances in the joined rows, for models with the same tokenizer to continue.
 
     Args:
         model: a causal language model, stock or swapped.
@@ -149,17 +149,18 @@ def continuations(model: nn.Module, rows: Iterable[Any], tokenizer: Any) -> Cont
         tokenizer: of the model.
 
     Raises:
-        ValueError: the model is no causal language model, the tokenizer is a name, or the rows have fewer than 64
-            tokens together.
+        ValueError: the model is no causal language model or has fewer than 128 positions, the tokenizer is a name, or
+            the rows have fewer than 64 tokens together.
     """
-    refuse_name(tokenizer, "tokenizer")
-    need_next_token(model, "text is written")
+    tokenizer, limit = checked(model, tokenizer, "text is written")
+    if limit < PROMPT + WRITTEN:
+        raise ValueError(f"a text takes {PROMPT + WRITTEN} tokens, and the model has {limit} positions.")
     stream_L = token_stream(rows)
-    count = min(ROWS, len(stream_L) // PROMPT)
+    count = min(PIECES, len(stream_L) // PROMPT)
     if not count:
         raise ValueError(f"a prompt takes {PROMPT} tokens, and the rows have {len(stream_L)} together.")
     starts = [place * (len(stream_L) - PROMPT) // max(1, count - 1) for place in range(count)]
-    return Continuations(tuple(stream_L[start : start + PROMPT] for start in starts), own_tokenizer(tokenizer))
+    return Continuations(tuple(stream_L[start : start + PROMPT] for start in starts), tokenizer)
 
 
 def tasks(
@@ -183,12 +184,11 @@ def tasks(
         ValueError: the model is no causal language model, the tokenizer is a name, `samples` is below 1, the rows have
             too few words, or no length is possible.
     """
-    refuse_name(tokenizer, "tokenizer")
-    need_next_token(model, "answers are written")
+    tokenizer, limit = checked(model, tokenizer, "answers are written")
     if samples < 1:
         raise ValueError(f"tasks need at least one sample, got {samples}.")
-    maker = _Maker(own_tokenizer(tokenizer), token_stream(rows))
-    room = min(len(maker.text_L), max_positions(model) or math.inf)
+    maker = _Maker(tokenizer, token_stream(rows))
+    room = min(len(maker.text_L), limit)
     made: dict[tuple[str, int], tuple[Sample, ...]] = {}
     for name, make in (("niah_multikey", maker.multikey), ("vt", maker.tracking), ("cwe", maker.common)):
         for length in sorted(set(lengths)):
@@ -244,14 +244,13 @@ class _Maker:
         drawn = rng.sample(self.words, len(self.words))
         before, after = COUNTING
         after = after.format(count=COMMON)
-        few, frequent, drawn = drawn[COMMON : 2 * COMMON], drawn[:COMMON], drawn[2 * COMMON :]
-        solved = before + _listed(rng, frequent, few, 3, 1) + after + f" {_numbered(frequent)}\n\n"
-        frequent, rare = drawn[:COMMON], drawn[COMMON:]
-
+        shown, few, frequent = (drawn[start : start + COMMON] for start in (0, COMMON, 2 * COMMON))
+        rare = drawn[3 * COMMON :]
+        solved = before + _listed(rng, shown, few, 3, 1) + after + f" {_numbered(shown)}\n\n"
         often = 3 if length >= 4096 else 1  # of a rare word; a frequent one comes ten times as often, as in RULER
 
         def prompt(count: int) -> list[int]:
-            listed = _listed(random.Random(f"{count} {drawn[0]}"), frequent, rare[:count], 10 * often, often)
+            listed = _listed(random.Random(f"{count} {frequent[0]}"), frequent, rare[:count], 10 * often, often)
             return [*self.start, *self._ids(solved + before + listed + after)]
 
         counts = range(len(rare) + 1)
@@ -330,7 +329,7 @@ def score_table(by_name: Mapping[str, Answered]) -> Table:
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:
     """The mean, and half the width of its 95 % interval; infinite for a single value."""
-    return fmean(values), Z * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return fmean(values), Z95 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
 
 
 @torch.no_grad()

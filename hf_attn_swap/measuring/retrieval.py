@@ -231,7 +231,7 @@ def haystacks(
     texts: int = TEXTS,
 ) -> Prompts[Needle]:
     """Texts with numbers, by their length in tokens; the arguments and errors are those of `needle`."""
-    tokenizer, limit = _checked(model, tokenizer, "hidden numbers are asked for")
+    tokenizer, limit = checked(model, tokenizer, "hidden numbers are asked for")
     depths = sorted(set(depths))
     if texts < 1 or not depths or not 0 <= depths[0] <= depths[-1] <= 1 or len(depths) >= len(NAMES):
         raise ValueError(
@@ -265,7 +265,7 @@ def pair_texts(
     model: nn.Module, rows: Iterable[Any], tokenizer: Any, pairs: Sequence[int] = PAIRS, texts: int = TEXTS
 ) -> Prompts[KeyValues]:
     """Texts of pairs, by the number of pairs; the arguments and errors are those of `key_values`."""
-    tokenizer, limit = _checked(model, tokenizer, "values are asked for")
+    tokenizer, limit = checked(model, tokenizer, "values are asked for")
     if texts < 1 or min(pairs, default=0) < 2:
         raise ValueError(
             f"key_values takes at least one text and numbers of pairs from 2, got {texts} texts and {tuple(pairs)}."
@@ -343,8 +343,13 @@ def key_values(
     return pair_texts(model, rows, tokenizer, pairs, texts).measure(model, progress=progress)
 
 
-def _checked(model: nn.Module, tokenizer: Any, what: str) -> tuple[Any, float]:
+def checked(model: nn.Module, tokenizer: Any, what: str) -> tuple[Any, float]:
     """A copy of the tokenizer, and the number of positions of the model, infinity if it names none.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        what: what is done by the next token, with its verb: "values are asked for".
 
     Raises:
         ValueError: the tokenizer is a name, or the model is no causal language model.

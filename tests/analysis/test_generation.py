@@ -82,7 +82,7 @@ def test_the_same_samples_for_all_models(made: Tasks) -> None:
 
 
 def test_texts_are_those_of_generate_and_differ_where_the_models_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "ROWS", 4)
+    monkeypatch.setattr(generation, "PIECES", 4)
     model, other = stock(), patch_model(stock(), "window", window=4, sinks=0)
     prompts = continuations(model, ROWS, TOKENIZER)
     first, second = prompts.measure(model), prompts.measure(other)
@@ -127,5 +127,7 @@ def test_refusals() -> None:
         tasks(model, [ROWS[0][:200]], TOKENIZER)
     with refused("is no causal language model"):
         continuations(fresh("bert"), ROWS, TOKENIZER)
+    with refused("a text takes 128 tokens", "the model has 100 positions"):
+        continuations(stock(max_position_embeddings=100), ROWS, TOKENIZER)
     with refused("a prompt takes 64 tokens"):
         continuations(model, [ROWS[0][:60]], TOKENIZER)

@@ -124,7 +124,7 @@ def test_hidden_numbers_and_pairs(command: Command, bytewise: Path, tmp_path: Pa
 
 def test_what_both_write(command: Command, bytewise: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their texts behind the same prompts, and the scores of both in the same tasks; few of each."""
-    monkeypatch.setattr(generation, "ROWS", 2)
+    monkeypatch.setattr(generation, "PIECES", 2)
     monkeypatch.setattr(generation.tasks, "__defaults__", (generation.LENGTHS, 1))
     windowed = patch_model(AutoModelForCausalLM.from_pretrained(bytewise), "window", window=4, sinks=1)
     windowed.save_pretrained(tmp_path / "narrow")

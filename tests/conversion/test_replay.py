@@ -17,6 +17,7 @@ from hf_attn_swap.measuring.held_out import HeldOut
 from hf_attn_swap.patch import need_installation
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, fresh
+from tests.contract.test_borrowed_keys import IDS, NAMES, build
 
 ROWS = 2
 FEW = {"window": {"window": 2}}
@@ -36,7 +37,7 @@ def recorded(model: Any, held: HeldOut) -> Replay | None:
     installation = need_installation(model)
     with installation.strengths_kept():
         installation.set_strength(dict.fromkeys(installation.layers(), 0.0))
-        return Replay.of(model, installation.layers(), held)
+        return Replay.of(installation, held)
 
 
 @contextmanager
@@ -101,7 +102,18 @@ def test_a_block_may_change_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> No
     assert sensitivity.layer_sensitivity(model, held, progress=False) == lost
 
 
-@pytest.mark.parametrize("why", ["shared", "carries", "large", "reads another"])
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_that_borrow_keys_of_layers_below(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that is not computed lends none, so nothing is replayed."""
+    model = patch_model(build(name), "outeffhop")
+    with need_installation(model).stock():
+        held = HeldOut(model, [{"input_ids": IDS}], as_it_is=True, progress=False)
+    lost = sensitivity.layer_sensitivity(model, held, progress=False)
+    monkeypatch.setattr(Replay, "of", lambda *_: None)
+    assert sensitivity.layer_sensitivity(model, held, progress=False) == lost
+
+
+@pytest.mark.parametrize("why", ["shared", "carries", "large", "reads another", "a dict for all"])
 def test_whole_passes_where_replayed_ones_would_be_others(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "albert" if why == "shared" else "llama"
     model = patched(name, "modern_hopfield" if why == "carries" else "outeffhop")
@@ -109,4 +121,10 @@ def test_whole_passes_where_replayed_ones_would_be_others(why: str, monkeypatch:
         monkeypatch.setattr(module, "MOST", 10)
     if why == "reads another":
         model.model.layers[1].register_forward_pre_hook(lambda block, args: (args[0] * 2, *args[1:]), prepend=True)
+    if why == "a dict for all":
+        noted: dict[str, Any] = {}
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(
+                lambda block, args, kwargs: (args, {**kwargs, "noted": noted}), with_kwargs=True, prepend=True
+            )
     assert recorded(model, held_out(model, name)) is None
