@@ -15,9 +15,9 @@ from hf_attn_swap.conversion import sensitivity
 from hf_attn_swap.conversion.replay import Replay
 from hf_attn_swap.measuring.held_out import HeldOut
 from hf_attn_swap.patch import need_installation
+from tests.contract.borrowing import IDS, NAMES, build
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, fresh
-from tests.contract.test_borrowed_keys import IDS, NAMES, build
 
 ROWS = 2
 FEW = {"window": {"window": 2}}
