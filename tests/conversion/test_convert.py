@@ -412,10 +412,8 @@ def test_stages_that_cannot_be(sentence: str) -> None:
     assert same(weights(model), before)
 
 
-@pytest.mark.parametrize(
-    "variant",
-    ["modern_hopfield", *(pytest.param(name, marks=pytest.mark.slow) for name in ("belief", "simpletron_resl"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["modern_hopfield", "belief", "simpletron_resl"])
 def test_low_memory(variant: str) -> None:
     """The steps have the same number of rows, one at a time; adapters train; the loss moves as before."""
     data = rows("llama", 40)

@@ -177,6 +177,7 @@ def test_what_is_around_a_model_stays() -> None:
     assert inside({"input_ids": batch_of("bert")["input_ids"]}).shape[0] == len(batch_of("bert")["input_ids"])
 
 
+@pytest.mark.slow
 def test_a_compiled_model() -> None:
     """It runs the converted model afterwards, although it was compiled for the stock model."""
     model, plain = stock("bert"), stock("bert")

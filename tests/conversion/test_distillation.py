@@ -242,7 +242,7 @@ def test_accumulated_gradients(losses: Losses, tmp_path: Path) -> None:
 WAYS = [(False, False), (True, True), (False, True), (True, False)]  # checkpointed, with adapters
 
 
-@pytest.mark.parametrize(("name", "way"), turns(FAMILY_NAMES, WAYS, times=2))
+@pytest.mark.parametrize(("name", "way"), turns(FAMILY_NAMES, WAYS))
 def test_trains_without_dropout(name: str, way: tuple[bool, bool], tmp_path: Path) -> None:
     """The trained weights are those of a model whose config has no dropout, which `convert` and users deploy."""
     checkpointed, adapters = way

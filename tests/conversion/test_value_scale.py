@@ -125,7 +125,7 @@ def test_the_formula(per_head: bool) -> None:
 # ---- What is chosen
 
 
-@in_turn(FAMILY_NAMES, PROJECTING)
+@in_turn(["bert", "llama"], PROJECTING)
 def test_the_projection_takes_less(name: str, variant: str) -> None:
     """In every layer, by powers of two that fp16 holds; and a second call finds the same."""
     batches = padded_batches(name)

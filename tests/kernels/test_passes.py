@@ -113,6 +113,7 @@ def test_linear_attention_runs_the_form_that_was_chosen(
     torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.slow
 def test_a_compiler_is_given_the_general_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """It plans memory by itself, and would unroll the blocks of a long sequence."""
     model = perturb(patch_model(fresh("bert", num_hidden_layers=2), "modern_hopfield"))

@@ -196,6 +196,7 @@ def test_the_operators_are_sound() -> None:
         library.opcheck(weighted.weighted, words)
 
 
+@pytest.mark.slow
 def test_a_compiler_calls_the_operator() -> None:
     model = patch_model(fresh("llama", num_hidden_layers=2), "outeffhop+clipped_softmax")
     batch = zoo.inputs("llama", batch=2, length=9, padded="left")

@@ -79,10 +79,8 @@ def test_inductor(name: str, variant: str) -> None:
     eager_and_compiled(name, variant, 1.0, "inductor")
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [pytest.param(name, marks=pytest.mark.slow if place else ()) for place, name in enumerate(KINDS.values())],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", KINDS.values())
 def test_a_schedule_recompiles_at_its_two_ends(variant: str) -> None:
     model = patch_model(fresh("bert", torch.float32, num_hidden_layers=1), variant, strength=0.0)
     batch = batch_of("bert", torch.float32)

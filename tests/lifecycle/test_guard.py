@@ -91,6 +91,7 @@ def test_compiled(name: str, variant: str) -> None:
         forward(whole, batch_of(name))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_forget_graphs")
 def test_compiled_layer_by_layer() -> None:
     """Each layer on its own, as programs compile large models."""

@@ -146,7 +146,9 @@ def forecast(model: STanHopForPrediction, past_TC: Tensor, length: int) -> Tenso
     return total[:, :7].T
 
 
-@every_retrieval
+@pytest.mark.parametrize(
+    "retrieval", [pytest.param(name, marks=pytest.mark.slow if "sparse+" in name else ()) for name in RETRIEVALS]
+)
 def test_different_lengths_in_one_batch(retrieval: str) -> None:
     """By the formula, as each alone, and whatever stands in the padding; the loss is the mean squared error."""
     model, past, future = built(STanHopForPrediction, retrieval=retrieval), normal(1, 3, 20, 3), normal(2, 3, 7, 3)
