@@ -4,7 +4,7 @@ SHELL := /bin/sh
 .SHELLFLAGS := -ec
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint docs test test-all test-matrix bench bench-gpu bench-compare clean constraints
+.PHONY: help setup demo lint docs test test-all test-matrix bench bench-gpu bench-compare figures clean constraints
 .PHONY: cross-load wheel test-engines engines always
 
 PYTHON ?= python3
@@ -40,6 +40,7 @@ help:
 	@echo "make bench-compare REF=<commit>   how much faster or slower this tree is than that commit"
 	@echo "make bench-gpu    on a GPU: is every variant right there, and how fast"
 	@echo "make test-engines with vLLM and llama.cpp on a CPU (some 40 minutes the first time, for building llama.cpp)"
+	@echo "make figures      the figures of README's first screen: two hours of one core (FIGURES=... names the data)"
 	@echo "make docs         the documentation, as a site in site/"
 
 setup: $(VENV)/.installed
@@ -177,6 +178,9 @@ wheel:
 # NO_MKDOCS_2_WARNING silences a notice of the theme on a later MkDocs; --strict stops at a broken link or reference.
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict $(DOCS_ARGS)
+
+figures: $(VENV)/.installed
+	$(PYTEST) $(VENV)/bin/python recipes/first_screen.py $(FIGURES)
 
 bench: $(VENV)/.installed
 	$(VENV)/bin/python benchmarks/bench.py $(BENCH_ARGS)

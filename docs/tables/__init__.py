@@ -28,6 +28,7 @@ from .eight_bits import eight_bits_table, largest_table
 from .engines import engines_table
 from .memory import bags_table, recall_table
 from .names import canonical_label
+from .outliers import penalty_table, scratch_outliers_table
 from .overview import results_table
 from .papers import claims_table, coverage_table
 from .runs import (
@@ -200,6 +201,8 @@ TABLES = {
     "minutes": minutes_table,
     "engines": engines_table,
     "conversion": conversion_table,
+    "table-1": scratch_outliers_table,
+    "penalty": penalty_table,
     "results": results_table,
     "scratch": scratch_table,
     "coverage": coverage_table,

@@ -100,16 +100,19 @@ class _Divergence(torch.autograd.Function):
         return outer.to(gradient.dtype) * gradient, None, None, None, None
 
 
+def kl(log_p_NV: Tensor, target_NV: Tensor, log_target_NV: Tensor) -> Tensor:
+    """KL(p* || p), (N,), in nats, of log p, p* and log p*."""
+    return (target_NV * (log_target_NV - log_p_NV)).sum(-1)
+
+
 def _chunk(ours_NV: Tensor, theirs_NV: Tensor, weight_N: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
     """The loss of some tokens, and its gradient to their logits (the logits themselves if no gradient is wanted)."""
-    log_p = ours_NV.float().log_softmax(-1)
-    log_target = theirs_NV.float().log_softmax(-1)
-    target = log_target.exp()
-    kl_N = (target * log_target.sub_(log_p)).sum(-1)
-    error = (kl_N * weight_N).sum()
+    log_p_NV, log_target_NV = ours_NV.float().log_softmax(-1), theirs_NV.float().log_softmax(-1)
+    target_NV = log_target_NV.exp()
+    error = (kl(log_p_NV, target_NV, log_target_NV) * weight_N).sum()
     if not wanted:
         return error, ours_NV
-    slope = log_p.exp_().sub_(target).mul_(weight_N[:, None])
+    slope = log_p_NV.exp_().sub_(target_NV).mul_(weight_N[:, None])
     return error, slope.to(ours_NV.dtype)
 
 

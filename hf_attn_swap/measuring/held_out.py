@@ -24,6 +24,9 @@ from .lost import Lost, Sums, predicts_next, refuse_changed
 from .recall import Passages
 
 FEW = 1024  # logits of so few classes are kept as they are
+MOST = (
+    2**28
+)  # bytes of the stock model's logits that a small subset keeps, so that the head does not compute them again
 
 
 @dataclass
@@ -118,10 +121,23 @@ class HeldOut:
         """At most so many rows and passages, evenly spaced, for a measurement that is repeated very many times."""
         subset = self.subset(rows)
         subset.kept = [kept.first(max(1, rows // len(subset.kept))) for kept in subset.kept]
+        subset._keep_logits()
         if self.passages is not None and self.stock_gains is not None:
             subset.passages, places = self.passages.subset(passages)
             subset.stock_gains = [self.stock_gains[place] for place in places]
         return subset
+
+    @torch.no_grad()
+    def _keep_logits(self) -> None:
+        """Keep the logits that the head gives on hidden states, if they are small enough."""
+        size = 0
+        for kept in self.kept:
+            if kept.hidden is not None:
+                logits = self._logits(kept.hidden)
+                size += logits.nbytes
+                if size > MOST:
+                    return
+                kept.logits, kept.hidden = logits, None
 
     @property
     def stock_recall(self) -> float | None:

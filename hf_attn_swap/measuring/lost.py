@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from ..patch import need_installation
 from ..text.bar import bar
 from ..text.table import Table
 from ..wiring.install import Installation, model_root
 from .batches import Batch, as_batches, evaluating, forward, gives_numbers, read_by_decoder, token_mask
-from .divergence import divergence, relative_error
+from .divergence import kl, relative_error
 
 PIECE = 2**22  # numbers of logits that are compared at a time
 Z95 = 1.96  # 95 % of a normal distribution lie within so many standard deviations
@@ -319,7 +318,8 @@ class Sums:
     def _add_piece(self, mine_NV: Tensor, stock_NV: Tensor, real_N: Tensor, target_N: Tensor, before_N: Tensor) -> None:
         """Add some predictions."""
         self.tokens += int(real_N.sum())
-        self.divergence += float(divergence(mine_NV, stock_NV, real_N.float()))
+        log_p_NV, log_target_NV = mine_NV.log_softmax(-1), stock_NV.log_softmax(-1)
+        self.divergence += float((kl(log_p_NV, log_target_NV.exp(), log_target_NV) * real_N.float()).sum())
         mine_N, stock_N = mine_NV.argmax(-1), stock_NV.argmax(-1)
         self.agreeing += float((mine_N == stock_N)[real_N].sum())
         count = int((target_N != UNKNOWN).sum())
@@ -332,10 +332,8 @@ class Sums:
         elif count:
             self.targets += count
             known_N = target_N != UNKNOWN
-            mine_N, stock_N = (
-                cross_entropy(logits_NV, target_N, ignore_index=UNKNOWN, reduction="none")[known_N]
-                for logits_NV in (mine_NV, stock_NV)
-            )
+            target_N1 = target_N.clamp_min(0)[:, None]
+            mine_N, stock_N = (-log_NV.gather(-1, target_N1)[known_N, 0] for log_NV in (log_p_NV, log_target_NV))
             self.loss += float(mine_N.sum())
             self.stock_loss += float(stock_N.sum())
             self.positions.add(before_N[known_N], mine_N, stock_N)
