@@ -107,7 +107,7 @@ def test_only_debug_shows_a_traceback() -> None:
     assert "hf_secret" not in loud.stderr
 
 
-def test_a_mistyped_folder_is_told_from_a_name_on_the_hub() -> None:
+def test_a_mistyped_folder_is_told_from_a_name_on_the_hub(command: Command) -> None:
     outcome = command("describe", "nowhere")
     assert outcome.code == 2
     assert "error: There is no folder 'nowhere', and the Hub did not give it: " in outcome.err
