@@ -106,7 +106,7 @@ def convert(
     dry_run: DryRun = False,
     quiet: Quiet = False,
 ) -> None:
-    """Convert a model with little loss: swap, fit, distil from the model itself, measure, and save.
+    """Convert a model to another attention with little loss. Swap, fit, distil, measure, and save.
 
     Labels are not read. The folder gets the model, its tokenizer, a card, results.json and conversion.html. The same
     command goes on with a conversion that was interrupted. If the loss is above --max-loss, or recall below
@@ -153,7 +153,7 @@ def quantize(
     dry_run: DryRun = False,
     quiet: Quiet = False,
 ) -> None:
-    """Round a model to 8-bit integers with little loss: sink, smoothed channels, static ranges; measure, and save.
+    """Round a model to 8-bit integers with little loss. Sink, smoothed channels, static ranges; measure, and save.
 
     Nothing is trained unless --tokens says so. The table has the loss of the stock model in the same 8 bits, and of
     each step. The folder gets the model, its tokenizer, a card, results.json and conversion.html. On several GPUs:

@@ -18,7 +18,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what is installed beside what was tested, and check every variant on a tiny model of every known family.
+    """Check this installation: versions, and every variant. The variants run on a tiny model of every known family.
 
     The exit code is 1 if a result is wrong. The check takes seconds and needs no network.
     """

@@ -85,7 +85,7 @@ def compare(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compare two saved models, such as a base and the model that was converted from it, on the same rows.
+    """Compare two saved models on the same rows. For example a base and the model that was converted from it.
 
     The first model is the one that the second is measured against: KL, equal first choices, and perplexity, accuracy
     or, for a regression, Spearman's rank correlation with the labels; for a language model, the loss by position.
@@ -181,7 +181,7 @@ def evaluate(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure one saved model: perplexity, a classifier's accuracy, or a regression's rank correlation (Spearman)."""
+    """Measure one saved model. Its perplexity, a classifier's accuracy, or a regression's rank correlation."""
     from hf_attn_swap.measuring.batches import check_length, usual_length
     from hf_attn_swap.measuring.held_out import HeldOut
     from hf_attn_swap.measuring.lm_head import names_head

@@ -86,7 +86,7 @@ def patch(
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:
-    """Swap the attention and save, without any training: for a look inside, or to fine-tune. `convert` loses less."""
+    """Swap the attention and save, without any training. For a look inside, or to fine-tune; `convert` loses less."""
     from hf_attn_swap.publish.checkpoint import patch_checkpoint
     from hf_attn_swap.text.typed import parse_layers, parse_options
 
@@ -122,7 +122,7 @@ def describe_command(
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is swapped in a saved model, or what could be swapped in a stock model.
+    """Say what is swapped in a model, or what could be.
 
     The command reads the config and no weights. With --variant it says what `patch` would do: which layers run what,
     with which options, and how many parameters come in; or why it refuses.
@@ -155,7 +155,7 @@ def describe_command(
 
 @app.command(name="shim", cls=Command)
 def shim_command(folder: Annotated[Path, typer.Argument(help="Folder of a saved converted model.")]) -> None:
-    """Let an older checkpoint load where nobody imports the package, with trust_remote_code=True. New ones do."""
+    """Let an older checkpoint load with trust_remote_code=True. It then needs no import of the package."""
     from hf_attn_swap.publish.checkpoint import add_shim
 
     print(f"{folder} loads with trust_remote_code=True: {', '.join(add_shim(folder))}")
@@ -167,7 +167,7 @@ def card(
     out: Annotated[Path | None, typer.Option(help="File to write the card into; printed if left out.")] = None,
     repo: Annotated[str | None, typer.Option(help="Name on the Hub, for the lines that load the model.")] = None,
 ) -> None:
-    """Render the model card of a run from its results.json, and from the commands.txt beside it if there is one."""
+    """Render the model card of a run from its results.json. And from the commands.txt beside it if there is one."""
     from hf_attn_swap.publish.card import commands_beside, render
     from hf_attn_swap.publish.results import RunResult
 
@@ -189,7 +189,7 @@ def push(
     ] = False,
     token: Token = None,
 ) -> None:
-    """Publish a saved model in one commit, with the card that its results.json gives.
+    """Publish a saved model in one commit, with its card. The card is the one that results.json gives.
 
     Weights go as safetensors, and no file that could hold a program but the shim of this package.
     """

@@ -19,7 +19,7 @@ def run_command(
         typer.Argument(metavar="PROGRAM|-m MODULE [ARGUMENTS]...", help="The program, and all that it reads."),
     ],
 ) -> None:
-    """Run another program, such as lm_eval, with this package imported: it then loads converted models."""
+    """Run another program with this package imported. A tool such as lm_eval then loads converted models."""
     from hf_attn_swap.run import find
 
     program = find(words)
@@ -43,7 +43,7 @@ def export(
     token: Token = None,
     quiet: Quiet = False,
 ) -> None:
-    """Write a converted model as an ordinary one, which vLLM and llama.cpp run without this package.
+    """Write a converted model for vLLM and llama.cpp. It is then an ordinary one, which runs without this package.
 
     The folder is loaded by a process without the package, and its logits are compared with those of the converted
     model; if they differ, nothing is written. What cannot leave is refused, with what can.

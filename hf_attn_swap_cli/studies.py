@@ -44,7 +44,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the result.")] = Path("attn-swap-demo"),
     quiet: Quiet = False,  # read by `Command`
 ) -> None:
-    """Fine-tune a pretrained BERT on real text, convert it to several attentions, compare them, save and reload one."""
+    """Show a conversion. Fine-tune a pretrained BERT on real text, convert it to several attentions, compare them."""
     import transformers
 
     from hf_attn_swap.demo import packaged_model, packaged_rows, run_demo
@@ -88,7 +88,7 @@ def report(
     out: Annotated[Path, typer.Option(help="Folder to write report.html and report.json into.")] = Path("report"),
     quiet: Quiet = False,
 ) -> None:
-    """Report what a swap does to a model, beside the unswapped model: outliers, similarity of tokens, entropy."""
+    """Report what a swap does to a model, beside the unswapped model. Outliers, similarity of tokens, entropy."""
     from hf_attn_swap.analysis.comparison import compare
     from hf_attn_swap.analysis.inputs import prepare
     from hf_attn_swap.measuring.batches import check_length, usual_length
@@ -137,7 +137,7 @@ def dynamics(
     seed: Annotated[int, typer.Option(help="Seed of the initial tokens and random matrices.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder to write PNG and GIF files into.")] = Path("dynamics"),
 ) -> None:
-    """Draw the figures of the clusters paper and of the multi-head report: attention as a system of particles."""
+    """Draw tokens as particles. These are the figures of the clusters paper and of the multi-head report."""
     from transformers import AutoModel, AutoTokenizer
 
     from hf_attn_swap.dynamics.figures import FIGURES, TRAINED, Settings

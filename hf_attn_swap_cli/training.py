@@ -20,7 +20,7 @@ def recipes(
     context: typer.Context,
     listed: Annotated[bool, typer.Option("--list", help="List the recipes and the configurations that ship.")] = False,
 ) -> None:
-    """Train a variant beside its softmax control with one of the recipes, and write the record and the card of the run.
+    """Train a variant beside its softmax control. One of the recipes trains, and writes the record and the card.
 
     After the recipe stand a configuration that ships or a YAML file, and options, which win over the file:
     hf-attn-swap train text-classification ag_news --variant belief. The options are the recipe's own and those of

@@ -41,6 +41,7 @@ from .calibrate import fit_heads
 from .config import ConvertConfig, Distil
 from .distill import distil
 from .distributed import broadcast_from_rank0, refuse_sharding
+from .halves import tell_if_slow
 from .journal import Journal, fingerprint
 from .report import ConversionReport, HeadSensitivity
 from .rows import Rows, split, try_longest
@@ -55,8 +56,8 @@ def convert(
     model: nn.Module,
     variant: str,
     data: Any,
-    *,
     processor: Any = None,
+    *,
     eval_data: Any = None,
     eval_tokens: int | None = None,
     tokens: int = 300_000,
@@ -243,6 +244,8 @@ def started(
         folder = Path(inside.enter_context(tempfile.TemporaryDirectory())) if output_dir is None else Path(output_dir)
         args = args or TrainingArguments(output_dir=str(folder), report_to="none")
         check_model(model, config, teacher, args)
+        if args.should_log:
+            tell_if_slow(root)
         config = config.for_model(root)
         if installation_of(root) is not None:
             unpatch_model(root)

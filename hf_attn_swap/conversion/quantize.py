@@ -54,9 +54,9 @@ TRAINED = (VECTORS, "swap")
 def quantize(
     model: nn.Module,
     data: Any,
+    processor: Any = None,
     *,
     variant: str | None = None,
-    processor: Any = None,
     eval_data: Any = None,
     eval_tokens: int | None = None,
     tokens: int = 0,

@@ -219,7 +219,8 @@ class _Maker:
         self.words = [word for word in words if word.isalpha() and 4 <= len(word) <= 8]
         if len(self.words) < WORDS:
             raise ValueError(
-                f"the tasks take {WORDS} different words from the rows, which have {len(self.words)}; bring more."
+                f"the tasks take {WORDS} different words from the rows, which have {len(self.words)}; bring more text "
+                "(on the command line, more --rows)."
             )
 
     def multikey(self, length: int, rng: random.Random) -> Sample:

@@ -93,7 +93,7 @@ def bare_card(swaps: Sequence[AppliedSwap], modules: int, repo_id: str) -> str:
     variants = dict.fromkeys(VARIANT_TAG + swap.variant for swap in swaps)
     data = ModelCardData(library_name="transformers", tags=[TAG, *variants])
     words = "; ".join(
-        f"**{swap.variant}** at strength {swap.strength:g} in layers {layers_text(swap, modules)}" for swap in swaps
+        f"**{swap.variant}** at strength {swap.strength:g} (layers: {layers_text(swap, modules)})" for swap in swaps
     )
     text = BARE.format(name=repo_id.split("/")[-1], swaps=words, repo_id=repo_id)
     return f"---\n{data.to_yaml()}\n---\n\n{text}"

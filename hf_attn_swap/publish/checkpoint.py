@@ -275,7 +275,12 @@ def read_config(source: str, **hub: Any) -> PreTrainedConfig:
         raise ValueError(
             f"The folder {source} holds no model: it has no {CONFIG_NAME}. Name a folder that save_pretrained wrote."
         )
-    config: PreTrainedConfig = AutoConfig.from_pretrained(source, **hub)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, **hub)
+    except OSError as problem:
+        if Path(source).is_dir():
+            raise
+        raise OSError(f"There is no folder {source!r}, and the Hub did not give it: {problem}") from problem
     return config
 
 

@@ -107,6 +107,12 @@ def test_only_debug_shows_a_traceback() -> None:
     assert "hf_secret" not in loud.stderr
 
 
+def test_a_mistyped_folder_is_told_from_a_name_on_the_hub(command: Command) -> None:
+    outcome = command("describe", "nowhere")
+    assert outcome.code == 2
+    assert "error: There is no folder 'nowhere', and the Hub did not give it: " in outcome.err
+
+
 WRONG = [
     (("--device", "nothing"), "the device 'nothing' cannot be used here"),
     (("--dtype", "int7"), "--dtype takes auto"),

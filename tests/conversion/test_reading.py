@@ -12,6 +12,7 @@ import torch
 from datasets import IterableDataset
 from PIL import Image
 
+from hf_attn_swap import convert
 from hf_attn_swap.conversion import distill
 from hf_attn_swap.conversion import rows as rows_module
 from hf_attn_swap.conversion.distill import StopWithin
@@ -203,6 +204,12 @@ def test_convert_reads_what_its_budget_needs() -> None:
     assert same(weights(models[0]), weights(models[1]))
     assert reports[0].held_out == 8
     assert sum(step.tokens for step in reports[0].steps) == 400
+
+
+@pytest.mark.usefixtures("little")
+def test_the_tokenizer_may_stand_behind_the_texts() -> None:
+    report = convert(stock("llama"), "belief", ["ab"] * 40, Words(), length=10, tokens=0, progress=False)
+    assert (report.held_out, report.row_length) == (4, 10)
 
 
 def column(stream: Endless) -> Any:

@@ -158,7 +158,7 @@ def test_card_without_results() -> None:
         "library_name": "transformers",
         "tags": ["hf-attn-swap", "attn-swap:belief", "attn-swap:outeffhop+gated"],
     }
-    assert "**belief** at strength 1 in layers 0-2, 4 of 6; **outeffhop+gated** at strength 0.5" in text
+    assert "**belief** at strength 1 (layers: 0-2, 4 of 6); **outeffhop+gated** at strength 0.5" in text
     assert 'from_pretrained("me/model")' in text
     assert "No results were published" in text
 

@@ -1,4 +1,4 @@
-"""The demo of docs/guides/elsewhere.md: its lines, run as they stand there, answer what the model generates."""
+"""The demo of docs/guides/generate.md: its lines, run as they stand there, answer what the model generates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness.process import ROOT
 pytest.importorskip("gradio", reason="gradio is not installed (`pip install gradio`)")
 client = pytest.importorskip("gradio_client", reason="gradio is not installed (`pip install gradio`)")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings of other packages
-PAGE = ROOT / "docs" / "guides" / "elsewhere.md"
+PAGE = ROOT / "docs" / "guides" / "generate.md"
 MODEL = "smollm2-outeffhop"  # as on the page
 TEXTS = ("The film was", "A second text")
 
