@@ -232,6 +232,38 @@ class Variant(nn.Module):
         """Place "scores": from this layer's scaled scores before the mask to the scores that are normalized."""
         raise NotImplementedError
 
+    def score_mod(self, score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Place "scores", too: from scaled scores before the mask to scores, by a formula of a score and its place.
+
+        The signature is that of FlexAttention's `score_mod`. The arguments are tensors that broadcast, so the formula
+        has no `if`: `torch.where(kv_idx > q_idx, ..., score)`. -inf hides a key. What the formula learns is a
+        parameter of the variant.
+
+        Args:
+            score: (B,H,Q,K), or a block of it, in fp32 at least.
+            batch: (B,1,1,1), the number of the sequence.
+            head: (1,H,1,1), the number of the query head.
+            q_idx: (1,1,Q,1), the place of the query in its text. Tokens in the cache and padding count.
+            kv_idx: (1,1,1,K), the place of the key in its text.
+
+        Returns:
+            The changed scores, one for each score.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def has_score_mod(cls) -> bool:
+        """True if the class has a `score_mod`, and so carries no scores across layers."""
+        return cls.score_mod is not Variant.score_mod
+
+    def modified(self, score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """What `score_mod` returns.
+
+        Raises:
+            ValueError: it returns another shape than that of `score`.
+        """
+        return same_shape(self, "score_mod", score, self.score_mod(score, batch, head, q_idx, kv_idx))
+
     def normalize(self, scores_BHQK: Tensor, call: Call) -> Tensor:
         """Place "normalizer": from masked scores, in fp32 at least, to weights. The caller sets masked places to 0."""
         raise NotImplementedError
@@ -364,13 +396,17 @@ def _disagreements(cls: type[Variant]) -> Iterator[str]:
             yield "a Replacement takes all places and composes with nothing; leave places and alone as they are."
         if missing := [method for method in REPLACING if not defines(method)]:
             yield f"a Replacement needs the methods {', '.join(missing)}."
-        needless: tuple[str, ...] = ("extra_kv", "span", "carry", "normalize", "adjust", "heads")
+        needless: tuple[str, ...] = ("extra_kv", "span", "carry", "score_mod", "normalize", "adjust", "heads")
     else:
         for place, method in METHODS.items():
-            if place in cls.places and not defines(method):
+            if place in cls.places and not defines(method) and not (method == "carry" and cls.has_score_mod()):
                 yield f"places has {place!r}, but the class has no method {method}; add the method or drop the place."
             if place not in cls.places and defines(method):
                 yield f"the method {method} would never run; add {place!r} to places."
+        if cls.has_score_mod() and "scores" not in cls.places:
+            yield "the method score_mod would never run; add 'scores' to places."
+        if cls.has_score_mod() and (defines("carry") or defines("heads")):
+            yield "a class with the method score_mod has no method carry or heads; they would never run."
         needless = ("linear", "products", "read_between")
     if wrong := [method for method in needless if defines(method)]:
         yield f"the methods {', '.join(wrong)} would never run in a {base.__name__}; remove them."
