@@ -1,10 +1,9 @@
 """Computes attention whose formula needs the weights, without a tensor of queries and keys.
 
-heads = dropout(clip(normalizer(f(w q k^T) + M))) v, one block of scores at a time; f is a formula, or leaves the
-scores as they are. The forward pass keeps a few numbers
-per query. The backward pass computes each block's scores and weights again.
-Without a formula, this is an operator of PyTorch, so a compiler calls it and does not unroll its blocks. With a formula,
-which is Python, it is a function of autograd.
+heads = dropout(clip(normalizer(f(w q k^T) + M))) v, one block of scores at a time. f is the formula of a variant, if it
+has one. The forward pass keeps a few numbers per query. The backward pass computes each block's scores and weights
+again. Without a formula, this is an operator of PyTorch, so a compiler calls it and does not unroll its blocks. A
+formula is Python, so with one this is a function of autograd, which no compiler sees.
 FlashAttention (Dao et al., 2022), section 3.1, for the backward pass.
 Axes: B batch, H head, G key/value head, Q query, K key, D head width, R numbers that are kept per row, N = sequences x
 groups of a block.

@@ -1,6 +1,7 @@
 """Computes the heads of one swapped layer, by a fused form or by the readable pipeline.
 
-The pipeline is: further keys -> scores -> carry or score_mod -> mask -> normalize -> adjust -> dropout -> product with V.
+The pipeline is: further keys -> scores -> carry or score_mod -> mask -> normalize -> adjust -> dropout -> product
+with V.
 `layer/swap.py` does what follows. `attend` uses the fused form of a variant, unless the caller wants the weights or the
 call needs something that the fused form cannot do. The tests hold that both ways give equal values and gradients.
 Without any variant, the pipeline is ordinary attention. docs/mathematics.md, section Strength and exactness.

@@ -206,7 +206,9 @@ class Swap(nn.Module):
         self._steps = tuple(map(self.changed.get, STEPS))
         self._reader = self.changed.get("read")
         self._ordinary = self.span is None and not any(self._steps)
-        self.keeps_window = self.span is not None and self.places().anywhere and (not self.span.full or self.places().apart)
+        self.keeps_window = (
+            self.span is not None and self.places().anywhere and (not self.span.full or self.places().apart)
+        )
         self.further_keys = sum(variant.further_keys for variant in variants)
         self.keeps_projection = all(variant.keeps_projection for variant in variants)
         self.wants_residual = any(variant.wants_residual for variant in variants)

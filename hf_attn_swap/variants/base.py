@@ -68,7 +68,7 @@ class Variant(nn.Module):
     Attributes:
         name: the variant's canonical name; `register` sets this attribute.
         aliases: other names of the variant, which users may give; `register` sets this attribute.
-        about: what the documentation says of the variant.
+        about: what the documentation says of the variant; empty while a variant is tried out.
         places: the places that the variant may change, in the order of `PLACES`. No other variant of a composition may
             take them.
         replaces: True for a `Replacement`.
@@ -93,7 +93,7 @@ class Variant(nn.Module):
 
     name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
-    about: ClassVar[About]
+    about: ClassVar[About] = About()
     places: ClassVar[tuple[str, ...]] = ()
     replaces: ClassVar[bool] = False
     alone: ClassVar[bool] = False
@@ -385,8 +385,8 @@ def _disagreements(cls: type[Variant]) -> Iterator[str]:
     def defines(attribute: str) -> bool:
         return getattr(cls, attribute, None) is not getattr(base, attribute, None)
 
-    if not isinstance(getattr(cls, "about", None), About):
-        yield "the documentation has no words; set about = About(summary=..., formula=..., paper=..., fused=...)."
+    if not isinstance(cls.about, About):
+        yield "about holds no words; set about = About(summary=..., formula=..., paper=..., fused=...)."
     if unknown := set(cls.places) - set(PLACES):
         yield f"places names {sorted(unknown)}; the places are {', '.join(PLACES)}."
     if cls.replaces:
