@@ -204,6 +204,10 @@ def test_no_tensor_of_queries_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_what_cannot_be_computed_is_refused() -> None:
+    places, inputs, call, learned = one_layer("distance", "none", False, 1.0)
+    heads = compute._attended(places, inputs, call, None, False, Form.WEIGHTED)[0]  # type: ignore[arg-type]  # no SDPA
+    with refused("no second derivative"):
+        torch.autograd.grad(heads.sum(), learned, create_graph=True)
     for name, *reasons in (
         ("modern_hopfield+near", "both change the scores"),
         ("near+simpletron", "'simpletron' composes with nothing"),
