@@ -385,7 +385,7 @@ def _disagreements(cls: type[Variant]) -> Iterator[str]:
     def defines(attribute: str) -> bool:
         return getattr(cls, attribute, None) is not getattr(base, attribute, None)
 
-    if not isinstance(cls.about, About):
+    if not isinstance(getattr(cls, "about", None), About):
         yield "about holds no words; set about = About(summary=..., formula=..., paper=..., fused=...)."
     if unknown := set(cls.places) - set(PLACES):
         yield f"places names {sorted(unknown)}; the places are {', '.join(PLACES)}."
