@@ -44,6 +44,11 @@ class Block:
         return self.batches, self.heads, self.queries
 
     @property
+    def corner(self) -> tuple[int, int, int]:
+        """The block's first sequence, head and query."""
+        return self.batches.start, self.heads.start, self.queries.start
+
+    @property
     def shared(self) -> tuple[slice, slice]:
         """The place of the block's keys and values in a tensor (B,G,K,D)."""
         return self.batches, self.groups
@@ -53,25 +58,31 @@ class Block:
         products = tensor.shape[0] * (self.groups.stop - self.groups.start)
         return tensor.reshape(products, -1, tensor.shape[-1])
 
-    def scores(self, query: Tensor, keys_NKD: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-        """The scaled scores (b,h,q,seen) of the block, with the mask added; -inf where a query may not see a key.
+    def scores(self, query: Tensor, keys_NKD: Tensor, scaling: float) -> Tensor:
+        """The scaled scores (b,h,q,seen) of the block.
 
         Args:
             query: (B,H,Q,D), of all blocks.
             keys_NKD: the block's keys in the dtype of the scores.
-            mask: of all blocks, broadcastable to (B,H,Q,K): bool, or numbers to add; or None.
             scaling: the factor of q k^T.
         """
         queries = query[self.index].to(keys_NKD.dtype)
         base = keys_NKD.new_empty(1, 1, 1)
         keys = keys_NKD[:, : self.seen].transpose(1, 2)
-        scores = torch.baddbmm(base, self.flat(queries), keys, beta=0, alpha=scaling).view(
-            *queries.shape[:3], self.seen
-        )
+        scores = torch.baddbmm(base, self.flat(queries), keys, beta=0, alpha=scaling)
+        return scores.view(*queries.shape[:3], self.seen)
+
+    def masked(self, scores: Tensor, mask: Tensor | None) -> Tensor:
+        """The block's scores, in place, with the mask added; -inf where a query may not see a key.
+
+        Args:
+            scores: (b,h,q,seen).
+            mask: of all blocks, broadcastable to (B,H,Q,K): bool, or numbers to add; or None.
+        """
         if mask is not None:
             scores += _numbers(self._of(mask), scores.dtype)
         if self.causal:
-            later = scores.new_full((queries.shape[2], queries.shape[2]), -torch.inf).triu_(1)
+            later = scores.new_full((scores.shape[2], scores.shape[2]), -torch.inf).triu_(1)
             scores[..., -later.shape[0] :] += later
         return scores
 

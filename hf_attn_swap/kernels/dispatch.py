@@ -128,6 +128,11 @@ def weighted_form(setting: Setting) -> Form:
     return Form.REFERENCE if setting.recorded else Form.WEIGHTED
 
 
+def formula_form(setting: Setting) -> Form:
+    """The form of a `score_mod`. A compiler reads the formula itself, and joins it with what stands around it."""
+    return Form.REFERENCE if setting.compiling else weighted_form(setting)
+
+
 def windows_form(setting: Setting) -> bool:
     """True if attention in a window can run in blocks of queries, without a mask of queries and keys.
 

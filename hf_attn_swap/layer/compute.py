@@ -1,6 +1,7 @@
 """Computes the heads of one swapped layer, by a fused form or by the readable pipeline.
 
-The pipeline is: further keys -> scores -> carry -> mask -> normalize -> adjust -> dropout -> product with V.
+The pipeline is: further keys -> scores -> carry or score_mod -> mask -> normalize -> adjust -> dropout -> product
+with V.
 `layer/swap.py` does what follows. `attend` uses the fused form of a variant, unless the caller wants the weights or the
 call needs something that the fused form cannot do. The tests hold that both ways give equal values and gradients.
 Without any variant, the pipeline is ordinary attention. docs/mathematics.md, section Strength and exactness.
@@ -20,7 +21,8 @@ from ..core.call import Call, FusedSoftmax, Inputs
 from ..core.masks import Masks, traced, transformed
 from ..functional.linear import widened
 from ..kernels import softmax_n, weighted, windows
-from ..kernels.dispatch import Form, Setting, joined_form, weighted_form, windows_form
+from ..kernels.dispatch import Form, Setting, formula_form, joined_form, weighted_form, windows_form
+from ..kernels.formula import Formula
 from ..kernels.weighing import Rule
 from ..variants.base import Replacement, Variant, same_shape
 
@@ -35,6 +37,7 @@ class Places(NamedTuple):
         adjuster: the variant that changes the weights, or None.
         span: how far a query sees, if a variant hides keys; None if none does.
         rule: how scores become weights, or None if only the variants' methods say it.
+        by_place: the variant whose `score_mod` changes scores, or None.
     """
 
     keys: Variant | None = None
@@ -43,16 +46,19 @@ class Places(NamedTuple):
     adjuster: Variant | None = None
     span: windows.Span | None = None
     rule: Rule | None = Rule()
+    by_place: Variant | None = None
 
     def form(self, setting: Setting) -> Form:
         """The form that computes the heads in this setting: the variant's own, or a general one for several."""
         if setting.transformed:  # kernels have no rule for vmap, no forward mode, or no second derivative
             return Form.REFERENCE
         if self.keys is not None:  # joined by the log-sum-exp if possible, otherwise the form for all keys
-            if self.rule is not None and joined_form(setting, self.rule):
+            if self.rule is not None and self.by_place is None and joined_form(setting, self.rule):
                 return Form.JOINED
             form = self._replace(keys=None).form(setting)
             return Form.FURTHER_KEYS if form in (Form.SDPA, Form.RESCALED) else form
+        if self.by_place is not None:
+            return Form.REFERENCE if self.rule is None else formula_form(setting)
         variant = self.carrier or self.normalizer or self.adjuster
         if variant is None:
             return Form.SDPA
@@ -62,14 +68,19 @@ class Places(NamedTuple):
 
     def in_blocks(self, setting: Setting) -> bool:
         """True if this form computes blocks of queries with the keys of their window, one after the other."""
-        if self.span is None or self.carrier is not None or (self.span.full and not self.apart):
+        if self.span is None or not self.anywhere or (self.span.full and not self.apart):
             return False
         return windows_form(setting)
 
     @property
+    def anywhere(self) -> bool:
+        """True if a score is changed in the same way wherever it stands, and by no other layer."""
+        return self.carrier is None and self.by_place is None
+
+    @property
     def apart(self) -> bool:
         """True if heads can be computed apart: nothing but a rule, which is that of every head, changes them."""
-        return self.keys is None and self.rule is not None
+        return self.keys is None and self.rule is not None and self.anywhere
 
 
 ORDINARY = Places()  # ordinary attention: no variant changes a step before the heads
@@ -174,7 +185,7 @@ def _attended(
     if form is Form.WEIGHTED:
         if places.rule is None or not weighted.fits(inputs):
             return reference(places, inputs, call)
-        return weighted.attend(places.rule, inputs, call), None
+        return weighted.attend(places.rule, inputs, call, _formula(places, inputs, call)), None
     variant = places.carrier or places.normalizer or places.adjuster
     if variant is None:
         return ordinary(inputs, sdpa), None
@@ -221,10 +232,16 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
         scores = scores + inputs.position_bias
     if places.carrier is not None:
         scores = same_shape(places.carrier, "carry", scores, places.carrier.carry(scores, call))
+    formula = _formula(places, inputs, call)
+    if formula is not None:
+        scores = formula(widened(scores))
     scores = call.probed("scores", scores)
+    hidden = None if formula is None else scores == -torch.inf  # before the numbers of the mask
     if (bias := inputs.masks.bias()) is not None:
         scores = scores + bias
     allowed = inputs.masks.allowed()
+    if hidden is not None:
+        allowed = ~hidden if allowed is None else allowed & ~hidden
     if allowed is not None:
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     wide = widened(scores)
@@ -238,6 +255,12 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
         weights = weights.masked_fill(~allowed, 0.0)
     weights = call.probed("probabilities", weights.to(value.dtype))
     return (F.dropout(weights, inputs.dropout) @ value).transpose(1, 2), weights
+
+
+def _formula(places: Places, inputs: Inputs, call: Call) -> Formula | None:
+    """How a `score_mod` changes the scores of this call, or None."""
+    variant = places.by_place
+    return None if variant is None else Formula.of(variant.modified, variant.parameters(), inputs, call)
 
 
 def _products(query: Tensor, key: Tensor, further: int) -> Tensor:

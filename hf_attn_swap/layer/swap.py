@@ -194,7 +194,8 @@ class Swap(nn.Module):
         variants = self.variants
         self.changed = {place: variant.name for variant in variants for place in variant.changes}
         self.replaces = isinstance(variants[0], Replacement)
-        self.carries = "scores" in self.changed
+        scorer = self.at("scores")
+        self.carries = scorer is not None and not scorer.has_score_mod()
         self.writes = "write" in self.changed
         self.reads_input = not self.changed.keys().isdisjoint(("scores", "read", "write"))
         self.span = next((variant.span() for variant in variants if "mask" in variant.changes), None)
@@ -205,7 +206,9 @@ class Swap(nn.Module):
         self._steps = tuple(map(self.changed.get, STEPS))
         self._reader = self.changed.get("read")
         self._ordinary = self.span is None and not any(self._steps)
-        self.keeps_window = self.span is not None and not self.carries and (not self.span.full or self.places().apart)
+        self.keeps_window = (
+            self.span is not None and self.places().anywhere and (not self.span.full or self.places().apart)
+        )
         self.further_keys = sum(variant.further_keys for variant in variants)
         self.keeps_projection = all(variant.keeps_projection for variant in variants)
         self.wants_residual = any(variant.wants_residual for variant in variants)
@@ -290,8 +293,9 @@ class Swap(nn.Module):
         if self._ordinary:
             return ORDINARY
         get: Any = self._modules.get  # the variants by their names; None has none
-        keys, carrier, normalizer, adjuster = map(get, self._steps)
-        return Places(keys, carrier, normalizer, adjuster, self.span, self.rule)
+        keys, scorer, normalizer, adjuster = map(get, self._steps)
+        carrier, by_place = (scorer, None) if self.carries else (None, scorer)
+        return Places(keys, carrier, normalizer, adjuster, self.span, self.rule, by_place)
 
     @property
     def replacement(self) -> Replacement | None:

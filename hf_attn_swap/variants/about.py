@@ -18,9 +18,9 @@ class About:
         then: what the variant does to the heads after they are computed, in words; for example "the projection".
     """
 
-    summary: str
-    formula: str
-    paper: str
-    fused: str
+    summary: str = ""
+    formula: str = ""
+    paper: str = ""
+    fused: str = ""
     parameters_added: str = "none"
     then: str = ""

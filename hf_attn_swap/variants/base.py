@@ -68,7 +68,7 @@ class Variant(nn.Module):
     Attributes:
         name: the variant's canonical name; `register` sets this attribute.
         aliases: other names of the variant, which users may give; `register` sets this attribute.
-        about: what the documentation says of the variant.
+        about: what the documentation says of the variant; empty while a variant is tried out.
         places: the places that the variant may change, in the order of `PLACES`. No other variant of a composition may
             take them.
         replaces: True for a `Replacement`.
@@ -93,7 +93,7 @@ class Variant(nn.Module):
 
     name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
-    about: ClassVar[About]
+    about: ClassVar[About] = About()
     places: ClassVar[tuple[str, ...]] = ()
     replaces: ClassVar[bool] = False
     alone: ClassVar[bool] = False
@@ -232,6 +232,38 @@ class Variant(nn.Module):
         """Place "scores": from this layer's scaled scores before the mask to the scores that are normalized."""
         raise NotImplementedError
 
+    def score_mod(self, score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Place "scores", too: from scaled scores before the mask to scores, by a formula of a score and its place.
+
+        The signature is that of FlexAttention's `score_mod`. The arguments are tensors that broadcast, so the formula
+        has no `if`: `torch.where(kv_idx > q_idx, ..., score)`. -inf hides a key. What the formula learns is a
+        parameter of the variant.
+
+        Args:
+            score: (B,H,Q,K), or a block of it, in fp32 at least.
+            batch: (B,1,1,1), the number of the sequence.
+            head: (1,H,1,1), the number of the query head.
+            q_idx: (1,1,Q,1), the place of the query in its text. Tokens in the cache and padding count.
+            kv_idx: (1,1,1,K), the place of the key in its text.
+
+        Returns:
+            The changed scores, one for each score.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def has_score_mod(cls) -> bool:
+        """True if the class has a `score_mod`, and so carries no scores across layers."""
+        return cls.score_mod is not Variant.score_mod
+
+    def modified(self, score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """What `score_mod` returns.
+
+        Raises:
+            ValueError: it returns another shape than that of `score`.
+        """
+        return same_shape(self, "score_mod", score, self.score_mod(score, batch, head, q_idx, kv_idx))
+
     def normalize(self, scores_BHQK: Tensor, call: Call) -> Tensor:
         """Place "normalizer": from masked scores, in fp32 at least, to weights. The caller sets masked places to 0."""
         raise NotImplementedError
@@ -354,7 +386,7 @@ def _disagreements(cls: type[Variant]) -> Iterator[str]:
         return getattr(cls, attribute, None) is not getattr(base, attribute, None)
 
     if not isinstance(getattr(cls, "about", None), About):
-        yield "the documentation has no words; set about = About(summary=..., formula=..., paper=..., fused=...)."
+        yield "about holds no words; set about = About(summary=..., formula=..., paper=..., fused=...)."
     if unknown := set(cls.places) - set(PLACES):
         yield f"places names {sorted(unknown)}; the places are {', '.join(PLACES)}."
     if cls.replaces:
@@ -364,13 +396,17 @@ def _disagreements(cls: type[Variant]) -> Iterator[str]:
             yield "a Replacement takes all places and composes with nothing; leave places and alone as they are."
         if missing := [method for method in REPLACING if not defines(method)]:
             yield f"a Replacement needs the methods {', '.join(missing)}."
-        needless: tuple[str, ...] = ("extra_kv", "span", "carry", "normalize", "adjust", "heads")
+        needless: tuple[str, ...] = ("extra_kv", "span", "carry", "score_mod", "normalize", "adjust", "heads")
     else:
         for place, method in METHODS.items():
-            if place in cls.places and not defines(method):
+            if place in cls.places and not defines(method) and not (method == "carry" and cls.has_score_mod()):
                 yield f"places has {place!r}, but the class has no method {method}; add the method or drop the place."
             if place not in cls.places and defines(method):
                 yield f"the method {method} would never run; add {place!r} to places."
+        if cls.has_score_mod() and "scores" not in cls.places:
+            yield "the method score_mod would never run; add 'scores' to places."
+        if cls.has_score_mod() and (defines("carry") or defines("heads")):
+            yield "a class with the method score_mod has no method carry or heads; they would never run."
         needless = ("linear", "products", "read_between")
     if wrong := [method for method in needless if defines(method)]:
         yield f"the methods {', '.join(wrong)} would never run in a {base.__name__}; remove them."

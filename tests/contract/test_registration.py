@@ -113,14 +113,17 @@ def test_impossible_aliases(aliases: tuple[str, ...], why: str) -> None:
     assert NAME not in VARIANTS
 
 
-@pytest.mark.parametrize("place", ["scores", "normalizer", "weights", "read", "write"])
-def test_a_method_that_returns_another_shape(place: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [("scores", "score_mod"), *((place, METHODS[place]) for place in ("scores", *PLACES[3:]))],
+)
+def test_a_method_that_returns_another_shape(place: str, name: str) -> None:
     """One row less would be broadcast, without an error."""
 
     def smaller(self: Any, tensor: Any, *_: Any) -> Any:
         return tensor[:, :1]
 
-    register(NAME)(variant((place,), **{METHODS[place]: smaller}))
+    register(NAME)(variant((place,), **{name: smaller}))
     model = patch_model(fresh("gpt2"), NAME)
-    with refused(NAME, METHODS[place], "shape", "expected"):
+    with refused(NAME, name, "shape", "expected"):
         forward(model, batch_of("gpt2"))

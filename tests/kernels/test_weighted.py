@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, library
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.functional import clip, entmax15, softmax_n, sparsemax
@@ -22,6 +21,7 @@ from tests.contract.harness import fresh
 
 from .drawn import SIZES, drawn, gradients
 from .in_blocks import MASKS, RULES, in_blocks, mask_of
+from .largest import Largest
 
 EXACT = 1e-10
 CLIPS = ((0.0, 1.0), (-0.05, 1.0), (-0.05, 1.1), (0.0, 1.2))
@@ -149,21 +149,6 @@ def test_autocast_casts_what_is_multiplied(dtype: torch.dtype, wanted: torch.dty
     assert weighted.as_products(tensor) is tensor
     with torch.autocast("cpu", torch.bfloat16):
         assert weighted.as_products(tensor).dtype == wanted
-
-
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operation gave."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.size = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, Tensor):
-                self.size = max(self.size, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return result
 
 
 @pytest.mark.parametrize("rule", RULES)
