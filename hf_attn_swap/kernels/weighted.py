@@ -12,7 +12,7 @@ groups of a block.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, library
@@ -94,20 +94,25 @@ def compute(
         The heads (B,Q,H,D) in the dtype of v, with zeros for a query that sees no key; and what the backward pass needs
         of each row (B,H,Q,R).
     """
-    return _forward(q, k, v, mask, causal, scaling, _weighing(strength, seed, rule, n, gamma, zeta, dropout))
+    return _forward(_Work(q, k, v, mask, causal, scaling, _weighing(strength, seed, rule, n, gamma, zeta, dropout)))
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scaling: float,
-    weighing: Weighing,
-    formula: Formula | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As `compute`, with a formula."""
+class _Work(NamedTuple):
+    """What is computed: the arguments of `compute`, with a formula or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    causal: bool
+    scaling: float
+    weighing: Weighing
+    formula: Formula | None = None
+
+
+def _forward(work: _Work) -> tuple[Tensor, Tensor]:
+    """The heads and the rows, as in `compute`."""
+    q, k, v, mask, causal, scaling, weighing, formula = work
     heads, rows = _empty(q, v, weighing.normalizer)
     with without_autocast(q.device):
         for block, keys, values in _blocks(q, k, v, causal):
@@ -149,23 +154,13 @@ def compute_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v from that of the heads and the rows of the forward pass; the rest as in `compute`."""
     weighing = _weighing(strength, seed, rule, n, gamma, zeta, dropout)
-    grad_q, grad_k, grad_v = _gradients(grad, rows, q, k, v, mask, causal, scaling, weighing)
+    grad_q, grad_k, grad_v = _gradients(grad, rows, _Work(q, k, v, mask, causal, scaling, weighing))
     return grad_q, grad_k, grad_v
 
 
-def _gradients(
-    grad: Tensor,
-    rows: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scaling: float,
-    weighing: Weighing,
-    formula: Formula | None = None,
-) -> tuple[Tensor, ...]:
-    """As `compute_backward`, with a formula. What the formula learned gets its gradients behind those of q, k and v."""
+def _gradients(grad: Tensor, rows: Tensor, work: _Work) -> tuple[Tensor, ...]:
+    """As `compute_backward`. What the formula learned gets its gradients behind those of q, k and v."""
+    q, k, v, mask, causal, scaling, weighing, formula = work
     grad_q, grad_k, grad_v = (torch.empty_like(tensor) for tensor in (q, k, v))
     of_learned = [] if formula is None else [torch.zeros_like(tensor) for tensor in formula.learned]
     with without_autocast(q.device):
@@ -224,7 +219,7 @@ class _ByFormula(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mask: Tensor | None, *arguments: Any) -> Any:
         causal, scaling, weighing, formula, q, k, v, *_ = arguments
-        heads, rows = _forward(q, k, v, mask, causal, scaling, weighing, formula)
+        heads, rows = _forward(_Work(q, k, v, mask, causal, scaling, weighing, formula))
         ctx.save_for_backward(rows, q, k, v, mask)
         ctx.others = causal, scaling, weighing, formula
         return heads
@@ -232,7 +227,8 @@ class _ByFormula(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         refuse_double_backward()
-        return *(None,) * 5, *_gradients(grad, *ctx.saved_tensors, *ctx.others)
+        rows, *tensors = ctx.saved_tensors
+        return *(None,) * 5, *_gradients(grad, rows, _Work(*tensors, *ctx.others))
 
 
 def _weighing(
