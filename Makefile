@@ -40,7 +40,7 @@ help:
 	@echo "make bench-compare REF=<commit>   how much faster or slower this tree is than that commit"
 	@echo "make bench-gpu    on a GPU: is every variant right there, and how fast"
 	@echo "make test-engines with vLLM and llama.cpp on a CPU (some 40 minutes the first time, for building llama.cpp)"
-	@echo "make figures      the figures of README's first screen: two hours of one core (FIGURES=... names the data)"
+	@echo "make figures      the figures of README's first screen, in some hours (FIGURES=... names the data)"
 	@echo "make docs         the documentation, as a site in site/"
 
 setup: $(VENV)/.installed

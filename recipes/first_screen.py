@@ -1,7 +1,7 @@
 r"""Makes the figures of README's first screen again: its conversions, each measured beside the stock model.
 
     python recipes/first_screen.py --data wikitext/valid.txt --mixture data/mixture/train.parquet \
-        --tests wikitext/test.txt shakespeare.txt --out runs/first-screen          # two hours of one core
+        --tests wikitext/test.txt shakespeare.txt --out runs/first-screen          # some hours
     make figures FIGURES="--data ... --mixture ... --tests ..."
 
 Each conversion is the command that README and the guides name, in a process of its own. Then the models are measured
