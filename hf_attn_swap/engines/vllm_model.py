@@ -62,7 +62,8 @@ def _problem(swap: Swap) -> str | None:
         return f"linear attention keeps a state, and vLLM's cache keeps keys; {other}"
     if swap.carries:
         return f"its scores go from layer to layer, and vLLM's kernels give none; {other}"
-    if swap.at("weights") is not None or not isinstance(normalizer, OutEffHop | None):
+    steps = swap.at("scores"), swap.at("weights")
+    if any(step is not None for step in steps) or not isinstance(normalizer, OutEffHop | None):
         return f"it needs the scores of all keys, and vLLM's kernels give none; {other}"
     if keys is not None and not (isinstance(keys, Sink) and keys.options.kind == "score"):
         return 'its pairs have keys, and vLLM has one score per head for all queries; convert to a sink of kind="score"'

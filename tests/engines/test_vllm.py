@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from hf_attn_swap.layer.calibration import Calibration
 from hf_attn_swap.layer.value_scale import ValueScale
 from hf_attn_swap.wiring.install import installation_of
+from tests.harness.process import ROOT
 
 from .expected import differences
 from .tiny import converted, save, stock
@@ -224,3 +227,31 @@ def test_a_model_in_parts(option: str, folders: Any, serve: Any) -> None:
 def test_a_module_that_computes_attention_of_its_own(folders: Any, serve: Any) -> None:
     (result,) = serve([dict(folder=str(folders("belief")), prompts=PROMPTS[:1], tokens=2, bypass=True)])
     assert "asked for the attention function 0 times instead of once" in result["log"] + result["error"]
+
+
+def test_a_score_mod_is_refused() -> None:
+    """The file of a user's variant may be imported by the server; vLLM's kernels have no place for its formula."""
+    command = (sys.executable, "-c", SCORE_MOD)
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert "vLLM does not run soft_cap: it needs the scores of all keys" in outcome.stderr
+
+
+SCORE_MOD = """
+import torch
+from hf_attn_swap import patch_model
+from hf_attn_swap.engines.vllm_model import check
+from hf_attn_swap.variants.base import Variant, register
+from hf_attn_swap.wiring.install import installation_of
+from tests import zoo
+
+@register("soft_cap")
+class SoftCap(Variant):
+    places = ("scores",)
+
+    def score_mod(self, score, batch, head, q_idx, kv_idx):
+        return torch.tanh(score)
+
+model = patch_model(zoo.build("llama", head="lm"), "soft_cap")
+(layer, *_) = installation_of(model).layers()
+check(layer.path, layer.swap)
+"""
