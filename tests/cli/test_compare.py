@@ -83,6 +83,7 @@ def bytewise(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_hidden_numbers_and_pairs(command: Command, bytewise: Path, tmp_path: Path) -> None:
     """Of both models, on the rows that are measured, as far as they reach."""
     windowed = patch_model(AutoModelForCausalLM.from_pretrained(bytewise), "window", window=4, sinks=1)

@@ -41,6 +41,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 def test_low_memory_computes_activations_again(seen: list[bool]) -> None:
     model = stock("llama")
     converted(model, "belief", rows("llama"), low_memory=True)

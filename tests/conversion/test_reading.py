@@ -231,6 +231,7 @@ def test_convert_says_that_it_measured_on_a_part() -> None:
     assert "a part of the held-out data" not in str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little")
 def test_a_conversion_of_a_stream_goes_on_at_the_same_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: dict[str, Any] = {"processor": Words(), "length": 10, "tokens": 640, "stages": [CALM]}

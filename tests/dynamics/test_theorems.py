@@ -220,6 +220,7 @@ def test_rescaling_changes_nothing(value: str) -> None:
         assert torch.allclose(pair[0].attention(-1), pair[1].attention(-1), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_long_times_do_not_overflow() -> None:
     """Sixteen heads grow as e^{16 t}; at t = 50 that is e^800."""
     heads = random_heads(16, 8, 2, seed=0)

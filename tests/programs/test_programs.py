@@ -25,7 +25,7 @@ FAST = set(turns(list(PROGRAMS), one_per_place()))
 CELLS = [  # the families take turns
     pytest.param(
         *(family, program, variant),
-        marks=() if (program, variant) in FAST and family == turn else pytest.mark.slow,
+        marks=() if program != "compiled" and (program, variant) in FAST and family == turn else pytest.mark.slow,
     )
     for program in PROGRAMS
     for variant, turn in zip(list_variants(), itertools.cycle(FAMILIES))

@@ -50,6 +50,7 @@ def test_converted_beside_its_control(tiny: Path, tmp_path: Path, monkeypatch: A
     assert "difference to the softmax control" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_transfer_back(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Queries, keys and values stay those that the variant learned."""
     recipe(
