@@ -41,7 +41,7 @@ from .calibrate import fit_heads
 from .config import ConvertConfig, Distil
 from .distill import distil
 from .distributed import broadcast_from_rank0, refuse_sharding
-from .halves import tell_if_slow
+from .half_precision import tell_if_slow
 from .journal import Journal, fingerprint
 from .report import ConversionReport, HeadSensitivity
 from .rows import Rows, split, try_longest

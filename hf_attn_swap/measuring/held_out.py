@@ -24,9 +24,7 @@ from .lost import Lost, Sums, predicts_next, refuse_changed
 from .recall import Passages
 
 FEW = 1024  # logits of so few classes are kept as they are
-MOST = (
-    2**28
-)  # bytes of the stock model's logits that a small subset keeps, so that the head does not compute them again
+MOST = 2**28  # bytes of the stock model's logits that a small subset of rows keeps; above, the head computes them again
 
 
 @dataclass

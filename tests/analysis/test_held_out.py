@@ -151,3 +151,17 @@ def test_as_it_is() -> None:
     with refused("strength 0 is no longer the stock model"):
         HeldOut(model, batches("llama"), progress=False)
     assert HeldOut(model, batches("llama"), as_it_is=True, progress=False).lost(model).divergence_or_error == 0
+
+
+def test_a_subset_of_rows_keeps_logits_that_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures are equal to the bit, and the stock model's head computes its logits no more."""
+    monkeypatch.setattr(module, "FEW", 1)
+    model = patch_model(stock("llama"), "belief")
+    held = HeldOut(model, batches("llama"), progress=False)
+    kept = held.subset_of_rows(2, 1)
+    monkeypatch.setattr(module, "MOST", 0)
+    whole = held.subset_of_rows(2, 1)
+    assert all(row.hidden is None and row.logits is not None for row in kept.kept)
+    assert all(row.hidden is not None and row.logits is None for row in (*whole.kept, *held.kept))
+    assert kept.lost(model) == whole.lost(model)
+    assert kept.lost(model).divergence > 0

@@ -158,7 +158,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/quantize.py": (BITS,),
     "conversion/replay.py": (stage("conversion/test_replay.py"),),
     "conversion/report.py": (stage("conversion/test_sensitivity.py"), REPORTED, CHOSEN, BITS, RECALLED),
-    "conversion/halves.py": (stage("conversion/test_halves.py"),),
+    "conversion/half_precision.py": (stage("conversion/test_half_precision.py"),),
     "conversion/rows.py": (ROWS, READING, LEAVES, REFUSED),
     "conversion/run.py": (STEPS, CHOSEN, RESUMED),
     "conversion/sensitivity.py": (stage("conversion/test_sensitivity.py"), CHOSEN, RECALLED, BY_HEADS),

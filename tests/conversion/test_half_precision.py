@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_attn_swap.conversion import halves
+from hf_attn_swap.conversion import half_precision
 
 from .converting import stock
 
@@ -16,7 +16,7 @@ from .converting import stock
 def test_slow_products_are_told(
     ratio: int, dtype: str, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(halves, "seconds", {torch.bfloat16: ratio, torch.float32: 1}.__getitem__)
-    halves.tell_if_slow(stock("llama").to(getattr(torch, dtype)))
+    monkeypatch.setattr(half_precision, "seconds", {torch.bfloat16: ratio, torch.float32: 1}.__getitem__)
+    half_precision.tell_if_slow(stock("llama").to(getattr(torch, dtype)))
     assert (f"in bfloat16: they take {ratio} times as long" in caplog.text) == told
     assert bool(caplog.records) == told
