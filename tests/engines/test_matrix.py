@@ -1,6 +1,6 @@
 """Every variant in every engine computes what transformers computes, or is refused; no engine serves it otherwise.
 
-The cells are written into benchmarks/figures/engines.json, from which the table in docs/guides/serve.md is made.
+The cells are written into benchmarks/figures/engines.json, from which the table in docs/results/engines.md is made.
 """
 
 from __future__ import annotations
