@@ -51,7 +51,7 @@ def compare(
     if swapped and variant is not None:
         raise ValueError("this model is swapped already; leave the variant out.")
     if not swapped and variant is None:
-        raise ValueError("this model is not swapped; name a variant to compare it with.")
+        raise ValueError("this model is not swapped; name a variant (`--variant` in a shell).")
     if variant is not None:
         parse_options(parse(variant), options)  # checked before the recording, which takes a while
     recorded, sentences = _both(model.eval(), inputs, variant, options)

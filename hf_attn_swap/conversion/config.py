@@ -216,7 +216,10 @@ class ConvertConfig:
         classes = parse(self.variant)
         name = by_heads(classes)
         if not self.keep:
-            raise ValueError('heads="auto" chooses the heads that keep all keys: give their share, such as keep=0.5.')
+            raise ValueError(
+                'heads="auto" chooses the heads that keep all keys: give their share, such as keep=0.5 '
+                "(in a shell --keep 0.5)."
+            )
         if FULL_HEADS in (self.options if len(classes) == 1 else canonical_keys(self.options).get(name, {})):
             raise ValueError(f'heads="auto" chooses {FULL_HEADS}; leave one of them out.')
 

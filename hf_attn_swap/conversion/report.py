@@ -317,8 +317,8 @@ class ConversionReport:
             return [f"To convert more layers, or to lose less, allow more tokens or {looser}."]
         return [
             "To lose less, allow more tokens, bring data like those that the model will read, or convert fewer layers: "
-            "keep=0.5 keeps the costliest half of the layers as they are, and max_loss=0.05 converts as many layers "
-            "as a loss of 5 % allows."
+            "keep=0.5 (in a shell --keep 0.5) keeps the costliest half of the layers as they are, and max_loss=0.05 "
+            "(--max-loss 5%) converts as many layers as a loss of 5 % allows."
         ]
 
     def notes(self) -> list[str]:

@@ -580,14 +580,15 @@ def try_longest(root: PreTrainedModel, rows: Rows) -> Any:
     positions = max_positions(root)
     if positions is not None and size > positions:  # rotary positions run on without an error, and mean nothing there
         raise ValueError(
-            f"a row has {size:,} tokens, and the model has {positions:,} positions; take length={positions} or less."
+            f"a row has {size:,} tokens, and the model has {positions:,} positions; take length={positions} or less "
+            "(in a shell --length)."
         )
     largest = int(batch["input_ids"].max()) if size else 0
     known = getattr(root.get_input_embeddings(), "num_embeddings", math.inf) if size else math.inf
     if largest >= known:
         raise ValueError(
             f"a row has the token {largest:,}, and {type(root).__name__} knows {known:,} tokens; "
-            "give the tokenizer of this model (processor=)."
+            "give the tokenizer of this model (processor=, in a shell --tokenizer)."
         )
     try:
         with evaluating(root):

@@ -113,7 +113,7 @@ def test_rows_longer_than_the_model(family: str) -> None:
     model = stock(family)
     before = weights(model)
     data = [{"input_ids": torch.full((70,), 3)} for _ in range(8)]
-    with refused("a row has 70 tokens, and the model has 64 positions; take length=64 or less."):
+    with refused("a row has 70 tokens, and the model has 64 positions; take length=64 or less"):
         converted(model, "belief", data)
     assert same(weights(model), before)
     assert not swaps(model)
