@@ -43,7 +43,7 @@ from .distill import distil
 from .distributed import broadcast_from_rank0, refuse_sharding
 from .half_precision import tell_if_slow
 from .journal import Journal, fingerprint
-from .report import ConversionReport, HeadSensitivity
+from .report import ConversionReport, Sensitivity
 from .rows import Rows, split, try_longest
 from .run import Budget, Run, rows_per_step
 from .sensitivity import LayerSelection, passages_beyond, reach_of, select_heads, select_layers
@@ -177,9 +177,7 @@ def convert(
     return run.report(selection.sensitivity, heads_alone)
 
 
-def convert_steps(
-    run: Run, measure: Callable[[Run], Lost] | None = None
-) -> tuple[LayerSelection, HeadSensitivity | None]:
+def convert_steps(run: Run, measure: Callable[[Run], Lost] | None = None) -> tuple[LayerSelection, Sensitivity | None]:
     """All steps. A sink is chosen by `measure`, if it is given; see `absorb`."""
     swap(run)
     absorb(run, measure)

@@ -28,7 +28,7 @@ from ..wiring.install import Installation, installation_of, model_root
 from .config import ConvertConfig, Distil
 from .distributed import broadcast_from_rank0
 from .journal import Journal, Snapshot, copied, given_back, put, taken
-from .report import ConversionReport, HeadSensitivity, Sensitivity, StepRecord, in_words
+from .report import ConversionReport, Sensitivity, StepRecord, in_words
 from .rows import Rows
 from .trainable import own_precision, with_adapters
 from .trainer import Teacher, merge_adapters
@@ -234,7 +234,7 @@ class Run:
         self.sentences.append(sentence)
 
     def report(
-        self, sensitivity: Sensitivity | None = None, head_sensitivity: HeadSensitivity | None = None
+        self, sensitivity: Sensitivity | None = None, head_sensitivity: Sensitivity | None = None
     ) -> ConversionReport:
         """What the steps did, and what each layer and head alone cost if they were selected."""
         assert self.held is not None

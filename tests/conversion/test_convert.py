@@ -195,7 +195,7 @@ def test_groups_come_in_the_order_of_what_they_cost() -> None:
     assert whole.sensitivity is not None
     order = whole.sensitivity.order
     assert spent(whole) == 0
-    target = 1.01 * max(whole.sensitivity.layers[index].degradation for index in order[:2])
+    target = 1.01 * max(whole.sensitivity.alone[index].degradation for index in order[:2])
     model = stock("bert")
     report = converted(model, "simpletron_resl", data, max_loss=target, tokens=1)
     groups = [step for step in report.steps if step.name.startswith("group ")]
@@ -220,7 +220,7 @@ def test_a_later_group_that_fails_leaves_the_weights_of_the_groups_before(stage:
     data, model, before = rows("bert"), stock("bert"), weights(stock("bert"))
     first = converted(stock("bert"), "simpletron_resl", data, max_loss=1e-12, tokens=1).sensitivity
     assert first is not None
-    target = 1.01 * first.layers[first.order[0]].degradation
+    target = 1.01 * first.alone[first.order[0]].degradation
     report = converted(model, "simpletron_resl", data, max_loss=target, tokens=100, stages=[stage])
     assert report.met
     assert names(report)[-1] == "last group taken back", "and no adapters are merged"
