@@ -34,6 +34,7 @@ from ..measuring.lost import Lost, predicts_next
 from ..measuring.recall import Passages
 from ..patch import choose_layers, patch_model, swappable, unpatch_model
 from ..quantization.static import check_linears
+from ..text.bar import line
 from ..variants.softmax import Softmax
 from ..wiring.install import Installation, Record, installation_of, model_root, searched_once
 from ..writing import claimed, told_where
@@ -266,6 +267,8 @@ def started(
             logits_of(output)  # refuses a model without logits
         journal = _journal(None if output_dir is None else folder, root, teacher, config, rows, held_rows, args)
         passages, why_not = _passages(root, config, held_rows)
+        if progress:
+            line(f"{type(root).__name__}: {len(rows):,} rows to train on, {len(held_rows)} held out to measure on")
         run = Run(
             model=root,  # without what is around it: torch.compile, or a SentenceTransformer
             config=config,

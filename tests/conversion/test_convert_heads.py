@@ -72,9 +72,7 @@ def test_the_heads_that_recall_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert set(found.order[-2:]) == {"0.1", "2.0"}
     assert [line.split()[0] for line in str(found).splitlines()[-3:]] == [*found.order[-2:], "all"]
     assert report.save(tmp_path).read_text().count("what each key/value head alone costs") == 1
-    assert (
-        Sensitivity.from_dict(json.loads((tmp_path / "conversion.json").read_text())["head_sensitivity"]) == found
-    )
+    assert Sensitivity.from_dict(json.loads((tmp_path / "conversion.json").read_text())["head_sensitivity"]) == found
 
 
 def test_the_saved_model_has_the_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
