@@ -202,7 +202,7 @@ def main() -> None:
         save_record(path, record)
     sensitivity = Sensitivity.from_dict(record["sensitivity"])
     print(sensitivity)
-    every = len(sensitivity.layers)
+    every = len(sensitivity.alone)
     for count in options.counts:
         for rule in options.rules:
             layers = chosen(rule, count, list(sensitivity.order))

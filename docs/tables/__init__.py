@@ -43,10 +43,10 @@ from .runs import (
 from .simpletron import depth_table, deviation_table
 from .speed import (
     compile_table,
-    decode_table,
     lra_table,
     operator_table,
     serving_table,
+    small_llama_table,
     speed_table,
     weighted_table,
     window_table,
@@ -240,7 +240,7 @@ TABLES = {
     "weighted": weighted_table,
     "operator": operator_table,
     "lra": lra_table,
-    "decode": decode_table,
+    "small-llama": small_llama_table,
     "window": window_table,
     "window-decode": lambda: decoding_table(DECODE_WINDOW, "the windows"),
     "serving": serving_table,

@@ -12,6 +12,7 @@ from hf_attn_swap.text.table import markdown
 from .names import canonical_label
 
 FIGURES = Path(__file__).parents[2] / "benchmarks" / "figures"
+TITLES = {"forward": "forward", "train": "training step", "decode": "decoding after"}
 
 
 def speed_table() -> str:
@@ -96,16 +97,18 @@ def long_texts_of(variant: str) -> str | None:
     return markdown(("tokens", "training step", "peak memory"), lines) if lines else None
 
 
-def decode_table() -> str:
-    """Decoding one token onto a context: stock's milliseconds, and ratios to stock, from `benchmarks/bench.py`."""
-    rows = json.loads((FIGURES / "bench-decode.json").read_text("utf-8"))["rows"]
-    lengths = sorted({row["tokens"] for row in rows})
-    by_name = {(row["variant"], row["tokens"]): row for row in rows}
-    lines = []
-    for name in dict.fromkeys(row["variant"] for row in rows):
-        cells = (_ratio(by_name[name, n], by_name["stock", n], "decode") for n in lengths)
-        lines.append((canonical_label(name), *cells))
-    return markdown(("attention", *(f"{n:,} tokens" for n in lengths)), lines)
+def small_llama_table() -> str:
+    """A LLaMA with the shape of SmolLM2-135M: stock's times, and ratios to stock, from `benchmarks/bench.py`."""
+    columns: dict[str, dict[str, str]] = {}
+    for part in ("forward", "train", "decode", "decode-16k"):
+        rows = json.loads((FIGURES / f"bench-smollm2-{part}.json").read_text("utf-8"))["rows"]
+        kind = part.partition("-")[0]
+        first = {row["tokens"]: row for row in rows if row["variant"] == "stock"}
+        for row in rows:
+            column = columns.setdefault(f"{TITLES[kind]}, {row['tokens']:,}", {})
+            column[canonical_label(row["variant"])] = _ratio(row, first[row["tokens"]], kind)
+    names = next(iter(columns.values()))
+    return markdown(("attention", *columns), [(name, *(cells[name] for cells in columns.values())) for name in names])
 
 
 def window_table() -> str:

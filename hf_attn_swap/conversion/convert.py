@@ -34,6 +34,7 @@ from ..measuring.lost import Lost, predicts_next
 from ..measuring.recall import Passages
 from ..patch import choose_layers, patch_model, swappable, unpatch_model
 from ..quantization.static import check_linears
+from ..text.bar import line
 from ..variants.softmax import Softmax
 from ..wiring.install import Installation, Record, installation_of, model_root, searched_once
 from ..writing import claimed, told_where
@@ -43,7 +44,7 @@ from .distill import distil
 from .distributed import broadcast_from_rank0, refuse_sharding
 from .half_precision import tell_if_slow
 from .journal import Journal, fingerprint
-from .report import ConversionReport, HeadSensitivity
+from .report import ConversionReport, Sensitivity
 from .rows import Rows, split, try_longest
 from .run import Budget, Run, rows_per_step
 from .sensitivity import LayerSelection, passages_beyond, reach_of, select_heads, select_layers
@@ -177,9 +178,7 @@ def convert(
     return run.report(selection.sensitivity, heads_alone)
 
 
-def convert_steps(
-    run: Run, measure: Callable[[Run], Lost] | None = None
-) -> tuple[LayerSelection, HeadSensitivity | None]:
+def convert_steps(run: Run, measure: Callable[[Run], Lost] | None = None) -> tuple[LayerSelection, Sensitivity | None]:
     """All steps. A sink is chosen by `measure`, if it is given; see `absorb`."""
     swap(run)
     absorb(run, measure)
@@ -268,6 +267,8 @@ def started(
             logits_of(output)  # refuses a model without logits
         journal = _journal(None if output_dir is None else folder, root, teacher, config, rows, held_rows, args)
         passages, why_not = _passages(root, config, held_rows)
+        if progress:
+            line(f"{type(root).__name__}: {len(rows):,} rows to train on, {len(held_rows)} held out to measure on")
         run = Run(
             model=root,  # without what is around it: torch.compile, or a SentenceTransformer
             config=config,

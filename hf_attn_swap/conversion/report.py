@@ -6,16 +6,17 @@ import json
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from ..measuring.lost import Lost
 from ..text.finite import finite
-from ..text.table import Table
+from ..text.table import Table, Tabled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SIZE = (7.0, 3.2)  # of a picture, in inches
+MOST_NAMES = 32  # below the bars of a picture
 LARGE = 10  # from this ratio of perplexities on, a factor is easier to read than per cent
 MUCH = 0.05  # without a budget, the report says from this loss on how to lose less
 UNDONE = "distillation taken back"  # the name of the step
@@ -23,38 +24,39 @@ HEADER = ("step", "layers", "lost", "KL", "same first choice", "tokens", "minute
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Costs:
-    """What each unit of a model alone costs: a layer, or a key/value head.
+class Sensitivity(Tabled):
+    """What each layer, or each key/value head, alone costs.
 
     Attributes:
         variant: the name of the variant.
-        together: what was lost with all these units swapped.
+        together: what was lost with all of them swapped.
+        alone: what was lost with this one alone swapped, by the layer's number, or by its head as "layer.head".
     """
 
     variant: str
     together: Lost
-    unit: ClassVar[str]
-
-    @property
-    def alone(self) -> dict[Any, Lost]:
-        """What was lost with this unit alone swapped, by the unit."""
-        raise NotImplementedError
+    alone: dict[int | str, Lost]
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """The units, from the cheapest to the costliest.
+        """The layers or heads, from the cheapest to the costliest.
 
-        By KL or the relative error; if recall was measured, by the sum of both, each as a share of its total over the
-        units. A unit without which the model recalls more costs no recall.
+        By KL or the relative error; if recall was measured, by the sum of both, each as a share of its total over all.
+        One without which the model recalls more costs no recall.
         """
         costs = _shares({unit: lost.divergence_or_error for unit, lost in self.alone.items()})
         recalls = _shares({unit: max(0.0, _recall_lost(lost)) for unit, lost in self.alone.items()})
-        return tuple(sorted(costs, key=lambda unit: (costs[unit] + recalls[unit], unit)))
+        return tuple(sorted(costs, key=lambda unit: costs[unit] + recalls[unit]))
+
+    @property
+    def unit(self) -> str:
+        """What is measured, in words."""
+        return "key/value head" if any(isinstance(unit, str) for unit in self.alone) else "layer"
 
     def table(self) -> Table:
-        """A row per unit, from the cheapest."""
+        """A row per layer or head, from the cheapest."""
         recalled = self.together.recall is not None
-        named = [*((self.name_of(unit), self.alone[unit]) for unit in self.order), ("all", self.together)]
+        named = [*((str(unit), self.alone[unit]) for unit in self.order), ("all", self.together)]
         return Table(
             summary=f"{self.variant}: what each {self.unit} alone costs, from the cheapest.",
             header=(self.unit, self.together.measure, *(["recall lost, nats"] if recalled else [])),
@@ -64,90 +66,31 @@ class _Costs:
             ],
         )
 
-    def name_of(self, unit: Any) -> str:
-        """A unit in the table."""
-        return str(unit)
+    def plot(self) -> Figure:
+        """A bar per layer or head."""
+        from matplotlib.figure import Figure
 
-    def __str__(self) -> str:
-        return self.table().text()
-
-    def _repr_html_(self) -> str:
-        return self.table().html()
+        figure = Figure(figsize=SIZE, layout="constrained")
+        axes = figure.subplots()
+        axes.bar(range(len(self.alone)), [lost.degradation for lost in self.alone.values()], 0.9)
+        if len(self.alone) <= MOST_NAMES:
+            axes.set_xticks(range(len(self.alone)), list(map(str, self.alone)))
+        axes.set(
+            xlabel=self.unit, ylabel=self.together.measure, title=f"{self.variant}: what each {self.unit} alone costs"
+        )
+        return figure
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain data."""
         return asdict(self)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Sensitivity(_Costs):
-    """What each layer alone costs.
-
-    Attributes:
-        variant: the name of the variant.
-        together: what was lost with all these layers swapped.
-        layers: what was lost with this layer alone swapped, by the layer's number.
-    """
-
-    layers: dict[int, Lost]
-    unit: ClassVar[str] = "layer"
-
-    @property
-    def alone(self) -> dict[int, Lost]:
-        """What was lost with this layer alone swapped, by the layer's number."""
-        return self.layers
-
-    def plot(self) -> Figure:
-        """A bar per layer."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=SIZE, layout="constrained")
-        axes = figure.subplots()
-        axes.bar(list(self.layers), [lost.degradation for lost in self.layers.values()], 0.9)
-        axes.set(
-            xlabel="layer", ylabel=self.together.measure, title=f"{self.variant}: what each {self.unit} alone costs"
-        )
-        return figure
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Sensitivity:
         """The figures from their plain data, also after JSON."""
-        return cls(
-            variant=values["variant"], together=Lost.from_dict(values["together"]), layers=_by_number(values["layers"])
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadSensitivity(_Costs):
-    """What each key/value head alone costs.
-
-    Attributes:
-        variant: the name of the variant.
-        together: what was lost with all these heads swapped.
-        heads: what was lost with this head alone swapped, by the layer's number and the number of the head in it.
-    """
-
-    heads: dict[int, dict[int, Lost]]
-    unit: ClassVar[str] = "key/value head"
-
-    @property
-    def alone(self) -> dict[tuple[int, int], Lost]:
-        """What was lost with this head alone swapped, by (layer, head)."""
-        return {(layer, head): lost for layer, heads in self.heads.items() for head, lost in heads.items()}
-
-    def name_of(self, unit: Any) -> str:
-        """The numbers of the layer and of the head, such as 18.2."""
-        return "{}.{}".format(*unit)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> HeadSensitivity:
-        """The figures from their plain data, also after JSON."""
-        heads = {int(layer): _by_number(heads) for layer, heads in values["heads"].items()}
-        return cls(variant=values["variant"], together=Lost.from_dict(values["together"]), heads=heads)
-
-
-def _by_number(values: dict[Any, Any]) -> dict[int, Lost]:
-    return {int(number): Lost.from_dict(lost) for number, lost in values.items()}
+        alone = {
+            int(unit) if str(unit).isdigit() else unit: Lost.from_dict(lost) for unit, lost in values["alone"].items()
+        }
+        return cls(variant=values["variant"], together=Lost.from_dict(values["together"]), alone=alone)
 
 
 def _shares(costs: dict[Any, float]) -> dict[Any, float]:
@@ -243,7 +186,7 @@ class ConversionReport:
     rows_per_step: int
     learning_rate: float
     trained: bool
-    head_sensitivity: HeadSensitivity | None = None
+    head_sensitivity: Sensitivity | None = None
 
     @property
     def lost(self) -> Lost:

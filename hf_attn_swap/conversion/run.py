@@ -8,7 +8,6 @@ Between two calls of `apply`, a step reads and changes nothing.
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
@@ -17,18 +16,18 @@ from typing import Any, TypeVar
 
 from peft import PeftModel
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from ..layer.swap import Swap
 from ..measuring.held_out import HeldOut
 from ..measuring.lost import Lost
 from ..patch import need_installation
+from ..text.bar import line
 from ..wiring.install import Installation, installation_of, model_root
 from .config import ConvertConfig, Distil
 from .distributed import broadcast_from_rank0
 from .journal import Journal, Snapshot, copied, given_back, put, taken
-from .report import ConversionReport, HeadSensitivity, Sensitivity, StepRecord, in_words
+from .report import ConversionReport, Sensitivity, StepRecord, in_words
 from .rows import Rows
 from .trainable import own_precision, with_adapters
 from .trainer import Teacher, merge_adapters
@@ -234,7 +233,7 @@ class Run:
         self.sentences.append(sentence)
 
     def report(
-        self, sensitivity: Sensitivity | None = None, head_sensitivity: HeadSensitivity | None = None
+        self, sensitivity: Sensitivity | None = None, head_sensitivity: Sensitivity | None = None
     ) -> ConversionReport:
         """What the steps did, and what each layer and head alone cost if they were selected."""
         assert self.held is not None
@@ -365,8 +364,7 @@ class Run:
         seconds = time.perf_counter() - start
         row = StepRecord(name=title, layers=self.layers, lost=lost, tokens=tokens, seconds=seconds)
         if self.progress:
-            words = f"{row.name}: {len(row.layers)} layers, {row.lost.measure} {in_words(row.lost)}"
-            tqdm.write(words, file=sys.stderr)
+            line(f"{row.name}: {len(row.layers)} layers, {row.lost.measure} {in_words(row.lost)}")
         return row
 
     def _write(self, name: str, result: Any, row: StepRecord | None, *, again: bool) -> None:

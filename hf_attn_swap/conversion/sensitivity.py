@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from ..wiring.install import Installation
 from ..wiring.layers import Layer
 from .config import FULL_HEADS, by_heads
 from .replay import Replay, block_of
-from .report import HeadSensitivity, Sensitivity
+from .report import Sensitivity
 from .rows import FEWEST_HELD, TOKENS
 from .run import Run
 
@@ -65,14 +65,12 @@ def layer_sensitivity(
     installation, chosen = _swapped(model, layers)
     held = _held_out(model, installation, batches, progress)
     alone, together = _measured(model, installation, chosen, [(layer, None) for layer in chosen], held, progress)
-    return Sensitivity(
-        variant=_names(chosen), together=together, layers={number: lost for (number, _), lost in alone.items()}
-    )
+    return Sensitivity(variant=_names(chosen), together=together, alone=alone)
 
 
 def head_sensitivity(
     model: nn.Module, batches: Iterable[Any] | HeldOut, *, layers: Iterable[int] | None = None, progress: bool = True
-) -> HeadSensitivity:
+) -> Sensitivity:
     """Measure what each key/value head of the swapped layers alone costs. The model does not change.
 
     As `layer_sensitivity`, with a pass over the rows for each key/value head: this head has the variant, and all other
@@ -96,10 +94,7 @@ def head_sensitivity(
     held = _held_out(model, installation, batches, progress)
     units = [(layer, head) for layer in chosen for head in range(layer.swap.geometry.kv_heads)]
     alone, together = _measured(model, installation, chosen, units, held, progress)
-    heads: dict[int, dict[int, Lost]] = {layer.number: {} for layer in chosen}
-    for (number, head), lost in alone.items():
-        heads[number][head] = lost
-    return HeadSensitivity(variant=_names(chosen), together=together, heads=heads)
+    return Sensitivity(variant=_names(chosen), together=together, alone=alone)
 
 
 def _swapped(model: nn.Module, layers: Iterable[int] | None) -> tuple[Installation, list[Layer]]:
@@ -129,8 +124,8 @@ def _measured(
     units: Sequence[tuple[Layer, Any]],
     held: HeldOut,
     progress: bool,
-) -> tuple[dict[tuple[int, Any], Lost], Lost]:
-    """What is lost while one unit runs the variant, by the layer's number and the head; and while all layers run it.
+) -> tuple[dict[int | str, Lost], Lost]:
+    """What is lost while one unit runs the variant, by the layer's number or as "layer.head"; and while all run it.
 
     Args:
         model: the patched model.
@@ -140,7 +135,7 @@ def _measured(
         held: the rows.
         progress: show a progress bar.
     """
-    alone: dict[tuple[int, Any], Lost] = {}
+    alone: dict[int | str, Lost] = {}
     swapped = installation.layers()
     with installation.strengths_kept():
         installation.set_strength(dict.fromkeys(swapped, 0.0))
@@ -152,7 +147,7 @@ def _measured(
                     inside.enter_context(_one_head(layer, head))
                 if replay is not None:
                     inside.enter_context(replay.below(block_of(installation.root, layer)[1]))
-                alone[layer.number, head] = held.lost(model)
+                alone[layer.number if head is None else f"{layer.number}.{head}"] = held.lost(model)
         installation.set_strength(dict.fromkeys(swapped, 0.0) | dict.fromkeys(layers, 1.0))
         return alone, held.lost(model)
 
@@ -287,33 +282,34 @@ class LayerSelection:
         return cls(**{**values, "sensitivity": sensitivity and Sensitivity.from_dict(sensitivity)})
 
 
-def select_heads(run: Run) -> HeadSensitivity | None:
+def select_heads(run: Run) -> Sensitivity | None:
     """Let the key/value heads keep all keys that cost most, and return what each costs; None if that was not asked."""
     if run.config.heads is None:
         return None
-    sensitivity = run.apply("heads", partial(_head_sensitivity, run), measured=False, read=HeadSensitivity.from_dict)
+    sensitivity = run.apply("heads", partial(_head_sensitivity, run), measured=False, read=Sensitivity.from_dict)
     order = sensitivity.order
     count = min(round(run.config.keep * len(order)), len(order) - 1)
-    full = sorted(order[len(order) - count :])
+    costliest = order[len(order) - count :]
+    full = [head for head in sensitivity.alone if head in costliest]
     run.apply("heads chosen", partial(_keep_all_keys, run, full), again=True)
-    names = ", ".join(map(sensitivity.name_of, full))
-    run.say(f"{count} of {len(order)} key/value heads keep all keys (layer.head): {names}.")
+    run.say(f"{count} of {len(order)} key/value heads keep all keys (layer.head): {', '.join(map(str, full))}.")
     return sensitivity
 
 
-def _head_sensitivity(run: Run) -> HeadSensitivity:
+def _head_sensitivity(run: Run) -> Sensitivity:
     assert run.held is not None
     rows = max(1, round(HEAD_TOKENS / run.rows.length)) if run.rows.unit == TOKENS else HEAD_ROWS
     return head_sensitivity(run.model, run.held.subset_of_rows(rows, HEAD_PASSAGES), progress=run.progress)
 
 
-def _keep_all_keys(run: Run, heads: list[tuple[int, int]]) -> None:
+def _keep_all_keys(run: Run, heads: Container[Any]) -> None:
     """A layer whose heads all keep all keys runs its own attention, as a layer that was not chosen."""
     strengths = {}
     for layer in run.installation.layers():
-        full = [head for number, head in heads if number == layer.number]
+        of_layer = range(layer.swap.geometry.kv_heads)
+        full = [head for head in of_layer if f"{layer.number}.{head}" in heads]
         set_full_heads(layer, full)
-        strengths[layer] = 0.0 if len(full) == layer.swap.geometry.kv_heads else 1.0
+        strengths[layer] = 0.0 if len(full) == len(of_layer) else 1.0
     run.installation.set_strength(strengths)
 
 

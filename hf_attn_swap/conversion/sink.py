@@ -22,13 +22,14 @@ from ..core.kind import Kind
 from ..layer.registry import canonical_keys, parse, parse_options
 from ..layer.swap import Swap
 from ..measuring.batches import evaluating
+from ..measuring.lm_head import can_skip_logits
 from ..measuring.lost import Lost
 from ..patch import build_swap, need_installation, replace_swaps, softmax_swaps, swappable
 from ..text.tokenizer import own_tokenizer
 from ..text.typed import refuse_name
 from ..variants.sink import Sink
 from ..variants.softmax import Softmax
-from ..wiring.install import Installation
+from ..wiring.install import Installation, model_root
 from ..wiring.layers import Layer
 from .config import ConvertConfig
 from .rows import TOKENS
@@ -85,6 +86,7 @@ class _Seen:
 
     largest: tuple[float, ...]
     massive: int
+    of_rows: tuple[float, ...]  # the largest activation of each text
 
     @property
     def order(self) -> tuple[int, float]:
@@ -232,7 +234,10 @@ def _check_positions(model: Any, row: Tensor, count: int) -> None:
 
 
 def _search(model: Any, processor: Any, rows: Sequence[Tensor], count: int) -> tuple[int, ...]:
-    """The best list of `count` tokens: each is the best one behind those before it."""
+    """The best list of `count` tokens: each is the best one behind those before it.
+
+    The texts with the largest activations are read first, because most candidates fail on them.
+    """
     candidates = _candidates(processor, rows)
     best: tuple[int, ...] = ()
     for _ in range(count):
@@ -241,6 +246,8 @@ def _search(model: Any, processor: Any, rows: Sequence[Tensor], count: int) -> t
             measured = _measure(model, rows, (*front, candidate), least)
             if least is None or measured.order < least:
                 best, least = (*front, candidate), measured.order
+                order = sorted(range(len(rows)), key=measured.of_rows.__getitem__, reverse=True)
+                rows = [rows[place] for place in order]
     return best
 
 
@@ -274,10 +281,11 @@ def _measure(
 
     If `least` is given, the texts end as soon as the order is above it: no further text makes it smaller.
     """
-    measured = _Seen((), 0)
+    measured = _Seen((), 0, ())
+    few: dict[str, Any] = {"logits_to_keep": 1} if can_skip_logits(model_root(model)) else {}
     for row in rows:
         ids = _behind(tokens, row)
-        states = model(input_ids=ids, output_hidden_states=True, use_cache=False, return_dict=True).hidden_states
+        states = model(input_ids=ids, output_hidden_states=True, use_cache=False, return_dict=True, **few).hidden_states
         blocks = states[1:-1] or states[1:]  # the last one is normed
         sizes = [state[0, len(tokens) :].abs().float() for state in blocks]
         tops = torch.stack([size.amax(-1) for size in sizes])  # (layers,L)
@@ -285,7 +293,7 @@ def _measure(
         massive = int(((tops > LARGE) & (tops > MASSIVE * medians)).any(0).sum())
         own = tops.amax(1).tolist()
         largest = map(max, measured.largest, own) if measured.largest else own
-        measured = _Seen(tuple(largest), measured.massive + massive)
+        measured = _Seen(tuple(largest), measured.massive + massive, (*measured.of_rows, max(own)))
         if least is not None and measured.order > least:
             break
     return measured

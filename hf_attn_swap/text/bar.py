@@ -29,6 +29,12 @@ def visible() -> bool:
     return sys.stderr.isatty() or "ipykernel.zmqshell" in sys.modules  # a notebook
 
 
+def line(text: str) -> None:
+    """Write a line above the bars, also into a log. Of several processes, the first alone writes."""
+    if not (_hidden.get() or int(os.environ.get("RANK", "0"))):
+        tqdm.write(text, file=sys.stderr)
+
+
 def silent() -> bool:
     """True if the user wants no progress at all, in lines neither."""
     return _hidden.get()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from html import unescape
@@ -24,6 +25,7 @@ from hf_attn_swap.conversion.distill import StopWithin
 from hf_attn_swap.conversion.report import ConversionReport
 from hf_attn_swap.conversion.rows import as_rows
 from hf_attn_swap.measuring.held_out import HeldOut
+from hf_attn_swap.text.bar import hidden
 from hf_attn_swap.training.stages import Calibrate, FineTune
 from tests import zoo
 from tests.contract.harness import batch_of, forward, refused, swaps
@@ -195,7 +197,7 @@ def test_groups_come_in_the_order_of_what_they_cost() -> None:
     assert whole.sensitivity is not None
     order = whole.sensitivity.order
     assert spent(whole) == 0
-    target = 1.01 * max(whole.sensitivity.layers[index].degradation for index in order[:2])
+    target = 1.01 * max(whole.sensitivity.alone[index].degradation for index in order[:2])
     model = stock("bert")
     report = converted(model, "simpletron_resl", data, max_loss=target, tokens=1)
     groups = [step for step in report.steps if step.name.startswith("group ")]
@@ -220,7 +222,7 @@ def test_a_later_group_that_fails_leaves_the_weights_of_the_groups_before(stage:
     data, model, before = rows("bert"), stock("bert"), weights(stock("bert"))
     first = converted(stock("bert"), "simpletron_resl", data, max_loss=1e-12, tokens=1).sensitivity
     assert first is not None
-    target = 1.01 * first.layers[first.order[0]].degradation
+    target = 1.01 * first.alone[first.order[0]].degradation
     report = converted(model, "simpletron_resl", data, max_loss=target, tokens=100, stages=[stage])
     assert report.met
     assert names(report)[-1] == "last group taken back", "and no adapters are merged"
@@ -309,6 +311,18 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest
     converted(stock("llama"), "modern_hopfield", rows("llama"))
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().out == "", "nor printed, without progress"
+
+
+def test_the_lines_of_a_conversion(capsys: Any) -> None:
+    """One when the data are ready, and one after each step; none where no progress is wanted."""
+    converted(stock("llama"), "belief", rows("llama"), progress=True)
+    first, *others = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"LlamaForCausalLM: \d+ rows to train on, \d+ held out to measure on", first)
+    assert others
+    assert all(re.match(r".+: 3 layers, perplexity above the stock model's -?\d", line) for line in others)
+    with hidden():
+        converted(stock("llama"), "belief", rows("llama"), progress=True)
+    assert capsys.readouterr().err == ""
 
 
 # -- The data ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from hf_attn_swap import patch_model, set_strength
 from hf_attn_swap.analysis import Lost, lost
 from hf_attn_swap.conversion import calibrate, head_sensitivity
 from hf_attn_swap.conversion.journal import NAME
-from hf_attn_swap.conversion.report import HeadSensitivity
+from hf_attn_swap.conversion.report import Sensitivity
 from hf_attn_swap.families import sites
 from hf_attn_swap.measuring.recall import Passages, Recall
 from hf_attn_swap.wiring.install import installation_of, model_root
@@ -69,12 +69,10 @@ def test_the_heads_that_recall_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert not report.kept
     found = report.head_sensitivity
     assert found is not None
-    assert set(found.order[-2:]) == {(0, 1), (2, 0)}
-    assert [line.split()[0] for line in str(found).splitlines()[-3:]] == [*map(found.name_of, found.order[-2:]), "all"]
+    assert set(found.order[-2:]) == {"0.1", "2.0"}
+    assert [line.split()[0] for line in str(found).splitlines()[-3:]] == [*found.order[-2:], "all"]
     assert report.save(tmp_path).read_text().count("what each key/value head alone costs") == 1
-    assert (
-        HeadSensitivity.from_dict(json.loads((tmp_path / "conversion.json").read_text())["head_sensitivity"]) == found
-    )
+    assert Sensitivity.from_dict(json.loads((tmp_path / "conversion.json").read_text())["head_sensitivity"]) == found
 
 
 def test_the_saved_model_has_the_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -162,9 +160,9 @@ def test_each_head_alone(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert len(searches) == 1
     assert state() == before
-    assert found.alone == {(layer, head): by_hand(layer, head) for layer in (1, 2) for head in (0, 1)}
+    assert found.alone == {f"{layer}.{head}": by_hand(layer, head) for layer in (1, 2) for head in (0, 1)}
     assert len({cost.divergence for cost in found.alone.values()}) == 4
-    assert HeadSensitivity.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert Sensitivity.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
 def test_refusals() -> None:

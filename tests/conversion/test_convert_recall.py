@@ -55,13 +55,13 @@ def test_the_layer_that_recalls_stays(monkeypatch: pytest.MonkeyPatch, cheapest:
     assert set(report.kept) == {cheapest}
     assert report.sensitivity is not None
     assert (
-        min(report.sensitivity.layers.values(), key=lambda lost: lost.divergence_or_error)
-        is report.sensitivity.layers[cheapest]
+        min(report.sensitivity.alone.values(), key=lambda lost: lost.divergence_or_error)
+        is report.sensitivity.alone[cheapest]
     )
-    assert report.sensitivity.layers[cheapest].recall == pytest.approx(0.1 * GAIN)
+    assert report.sensitivity.alone[cheapest].recall == pytest.approx(0.1 * GAIN)
     first, last = str(report.sensitivity).splitlines()[2:4], str(report.sensitivity).splitlines()[4]
     assert [line.split()[-1] for line in first] == ["0.03", "0.03"]
-    assert last.split() == [str(cheapest), f"{report.sensitivity.layers[cheapest].degradation:.3g}", "2.7"]
+    assert last.split() == [str(cheapest), f"{report.sensitivity.alone[cheapest].degradation:.3g}", "2.7"]
     assert report.lost.recall == pytest.approx(0.98 * GAIN)
     header, swapped, *_, chosen = str(report).splitlines()[1 : 2 + len(report.steps)]
     assert header.endswith("recall after 200")
@@ -74,7 +74,7 @@ def test_the_order_is_by_the_sum_of_shares() -> None:
         return Lost(tokens=1, divergence=kl, recall=recall, stock_recall=None if recall is None else 2.0)
 
     def order(*layers: Lost) -> tuple[int, ...]:
-        return Sensitivity(variant="window", layers=dict(enumerate(layers)), together=lost(0.1, 1.0)).order
+        return Sensitivity(variant="window", alone=dict(enumerate(layers)), together=lost(0.1, 1.0)).order
 
     # shares of KL 0.5, 0.3, 0.2, and of recall 0.1, 0.2, 0.7
     assert order(lost(0.05, 1.9), lost(0.03, 1.8), lost(0.02, 1.3)) == (1, 0, 2)

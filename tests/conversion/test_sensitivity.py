@@ -52,8 +52,8 @@ def test_against_strengths_by_hand(name: str, variant: str) -> None:
         alone = patch_model(stock(name), variant)
         set_strength(alone, 0.0)
         set_strength(alone, 1.0, layers=[index])
-        assert found.layers[index] == lost(alone, batches(name))
-    costs = [found.layers[index].divergence_or_error for index in found.order]
+        assert found.alone[index] == lost(alone, batches(name))
+    costs = [found.alone[index].divergence_or_error for index in found.order]
     assert costs == sorted(costs)
     assert sorted(found.order) == list(range(count))
     assert len(set(costs)) == count, "the layers differ, or the test shows nothing"
@@ -78,7 +78,7 @@ def test_as_text_html_picture_and_plain_data() -> None:
     assert found._repr_html_().count("<tr>") == 5
     assert Sensitivity.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     (axes,) = found.plot().axes
-    assert [bar.get_height() for bar in axes.patches] == [found.layers[index].degradation for index in range(3)]
+    assert [bar.get_height() for bar in axes.patches] == [found.alone[index].degradation for index in range(3)]
     assert axes.get_ylabel() == "perplexity above the stock model's"
 
 
