@@ -26,6 +26,7 @@ from .conversions import (
 )
 from .eight_bits import eight_bits_table, largest_table
 from .engines import engines_table
+from .first_screen import first_screen_table
 from .memory import bags_table, recall_table
 from .names import canonical_label
 from .outliers import penalty_table, scratch_outliers_table
@@ -245,6 +246,7 @@ TABLES = {
     "window-decode": lambda: decoding_table(DECODE_WINDOW, "the windows"),
     "serving": serving_table,
     "compile": compile_table,
+    "first-screen": first_screen_table,
 }
 
 

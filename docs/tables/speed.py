@@ -12,6 +12,7 @@ from hf_attn_swap.text.table import markdown
 from .names import canonical_label
 
 FIGURES = Path(__file__).parents[2] / "benchmarks" / "figures"
+COMPILED = ", compiled"
 TITLES = {"forward": "forward", "train": "training step", "decode": "decoding after"}
 
 
@@ -107,8 +108,15 @@ def small_llama_table() -> str:
         for row in rows:
             column = columns.setdefault(f"{TITLES[kind]}, {row['tokens']:,}", {})
             column[canonical_label(row["variant"])] = _ratio(row, first[row["tokens"]], kind)
+    compiled = json.loads((FIGURES / "bench-smollm2-compile.json").read_text("utf-8"))["rows"]
+    forward = {row["variant"].removesuffix(COMPILED): row for row in compiled if row["variant"].endswith(COMPILED)}
+    columns["forward, 512, both compiled"] = {
+        canonical_label(name): f"{row['forward'] / forward['stock']['forward']:.2f}" for name, row in forward.items()
+    }
     names = next(iter(columns.values()))
-    return markdown(("attention", *columns), [(name, *(cells[name] for cells in columns.values())) for name in names])
+    return markdown(
+        ("attention", *columns), [(name, *(cells.get(name, "") for cells in columns.values())) for name in names]
+    )
 
 
 def window_table() -> str:
