@@ -105,6 +105,18 @@ def test_model_card_and_tokenizer_in_one_commit(hub: Hub, tmp_path: Path) -> Non
     assert len(repository.commits) == 3
 
 
+def test_a_variant_of_ones_own(hub: Hub, own_files: Path, tmp_path: Path) -> None:
+    """Its file is published as this process has it, whatever the folder holds, and a program that trusts runs it."""
+    folder = saved(tmp_path / "model", "damped")
+    (folder / "damped.py").write_text("this could be another program")
+    planned, *_ = files_to_publish(folder, "me/own")
+    push_folder(folder, "me/own")
+    files = hub.repositories["me/own"].files()
+    assert {name for name in planned if name.endswith(".py")} == {"attn_swap.py", "damped.py"}
+    assert files["damped.py"] == (own_files / "damped.py").read_bytes()
+    assert loaded(hub, "me/own", folder) == ["transformers.models.bert.modeling_bert", 3, True]
+
+
 def test_shards_of_an_earlier_push_go_and_a_branch_stays(hub: Hub, tmp_path: Path) -> None:
     push_folder(saved(tmp_path / "shards", "belief", max_shard_size="20KB"), "me/shards")
     repository = hub.repositories["me/shards"]
