@@ -32,7 +32,12 @@ def load(**arguments):
 with pytest.raises(ValueError, match=r"capped\\.py .*trust_remote_code=True, or import that file"):
     load()
 assert "capped" not in VARIANTS
+sys.path.insert(0, sys.argv[2])
+import capped
+with pytest.raises(ValueError, match="damped.py"):
+    load()
 model = load(trust_remote_code=True)
+assert VARIANTS["capped"] is capped.Capped
 own = VARIANTS["damped"]
 for arguments in ({}, {"trust_remote_code": True}):
     again = load(**arguments)
@@ -42,10 +47,6 @@ VARIANTS["damped"] = VARIANTS["capped"]
 for arguments in ({}, {"trust_remote_code": True}):
     with pytest.raises(ValueError, match="knows another variant 'damped'"):
         load(**arguments)
-del VARIANTS["damped"]
-VARIANTS["capped"] = VARIANTS["belief"]
-with pytest.raises(ValueError, match="knows another variant 'capped'"):
-    load(trust_remote_code=True)
 """
 
 
@@ -61,11 +62,10 @@ def test_the_files_travel(own_files: Path, tmp_path: Path) -> None:
     assert fresh_processes(tmp_path / "cases") == {"own": "ok"}
 
 
-@pytest.mark.usefixtures("own_files")
-def test_a_process_with_the_package(tmp_path: Path) -> None:
+def test_a_process_with_the_package(own_files: Path, tmp_path: Path) -> None:
     """The error names a missing file; a variant is registered once, and no other runs under its name."""
     patched().save_pretrained(tmp_path / "model")
-    python("-c", TRUSTED, tmp_path / "model")
+    python("-c", TRUSTED, tmp_path / "model", own_files)
 
 
 def test_another_text_of_the_file(own_files: Path, tmp_path: Path) -> None:
@@ -113,3 +113,11 @@ def test_a_file_that_stays_behind(
     assert text.startswith(shim.SOURCE.read_bytes())
     assert b"capped" in text
     assert b"damped" not in text
+
+
+@pytest.mark.usefixtures("own_files")
+def test_an_installed_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who loads the model installs it, as the package itself."""
+    monkeypatch.setattr(sys.modules["damped"].Damped, "__module__", "packaging.version")
+    patched().save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.py")) == ["attn_swap.py", "capped.py"]
