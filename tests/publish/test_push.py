@@ -15,6 +15,7 @@ from transformers import AutoModelForMaskedLM, BertTokenizer
 
 import hf_attn_swap
 from hf_attn_swap.publish.hub import files_to_publish, push, push_folder
+from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.saved import shim
 from tests import zoo
 from tests.harness.hub import WRITER, Hub
@@ -140,6 +141,17 @@ def test_what_is_meant_to_be_private_is_not_published(hub: Hub, tmp_path: Path) 
     with pytest.raises(ValueError, match="private"):
         push_folder(folder, "me/open", private=True)
     assert len(hub.repositories["me/open"].commits) == 2
+
+
+def test_a_model_that_was_only_quantized(tmp_path: Path) -> None:
+    """It runs without the package: its config keeps the names of transformers, and no shim goes with it."""
+    zoo.build("bert").save_pretrained(tmp_path)
+    softmax = {"name": "softmax", "formula": "softmax(S)", "paper": "Vaswani et al., 2017", "options": {}}
+    swaps = [{"components": [softmax], "layers": [0, 1, 2], "strength": 1.0}]
+    results = RunResult.from_dict(full(base=RESULTS["base"] | {"relation": "quantized"}, modules=3, swaps=swaps))
+    files, *_ = files_to_publish(tmp_path, "me/int8", results)
+    assert files["config.json"] == tmp_path / "config.json"
+    assert "attn_swap.py" not in files
 
 
 def test_what_is_no_converted_model_is_refused(tmp_path: Path) -> None:
