@@ -27,9 +27,9 @@ from .layer.fitted import FITTED
 from .layer.registry import Options, canonical_keys, parse, parse_options
 from .layer.swap import Swap
 from .patch import build_swap, check_strength
-from .saved import shim
+from .saved import own_file, shim
 from .saving import described
-from .variants.base import Variant
+from .variants.base import VARIANTS, Variant
 from .wiring import implementations
 from .wiring.adapters import warn_alone
 from .wiring.device_and_dtype import device_and_dtype
@@ -91,7 +91,8 @@ def read_block(block: Any) -> tuple[int, list[Entry]]:
 
 def _read(block: Any) -> tuple[int, list[Entry]]:
     """As `read_block`. An error says what is wrong in one sentence, which `_damaged` puts into its own."""
-    check_keys(block, {"version", "modules", "swaps"}, "the block")
+    files = {own_file.KEY} & set(block) if isinstance(block, dict) else set()
+    check_keys(block, {"version", "modules", "swaps"} | files, "the block")
     if not is_whole(block["version"]) or block["version"] != VERSION:
         raise ValueError(f"version must be {VERSION}, got {block['version']!r}.")
     modules, swaps = block["modules"], block["swaps"]
@@ -99,6 +100,8 @@ def _read(block: Any) -> tuple[int, list[Entry]]:
         raise ValueError(f"modules must be a positive whole number, got {modules!r}.")
     if not isinstance(swaps, list) or not 0 < len(swaps) <= modules:
         raise ValueError(f"swaps must be a list of one to {modules} entries.")
+    if files:
+        _check_files(block[own_file.KEY])
     entries, seen = [], set[int]()
     for entry in swaps:
         entries.append(_read_swap(entry, modules))
@@ -106,6 +109,26 @@ def _read(block: Any) -> tuple[int, list[Entry]]:
             raise ValueError("a layer is swapped twice.")
         seen |= set(entries[-1].layers)
     return modules, entries
+
+
+def _check_files(files: Any) -> None:
+    """Check that the variants of the user's own files are those with which the model was saved."""
+    if not isinstance(files, dict):
+        raise ValueError(f"files must be a dict, got {type(files).__name__}.")
+    for name, entry in files.items():
+        check_keys(entry, {"file", "sha256"}, f"the file of {name}")
+        cls = VARIANTS.get(name)
+        if cls is None:
+            raise ValueError(
+                f"the variant {name!r} is not known here; its file {entry['file']} lies beside config.json: load the "
+                "model by an AutoModel class with trust_remote_code=True, or import that file first."
+            )
+        here = own_file.source(cls)
+        if here is None or own_file.digest(here) != entry["sha256"]:
+            raise ValueError(
+                f"this process knows another variant {name!r}, from {cls.__module__}, than {entry['file']} "
+                "beside config.json; load the model in a process without it. To run yours, delete 'files' there."
+            )
 
 
 def _read_swap(entry: Any, modules: int) -> Entry:
@@ -363,10 +386,10 @@ def _wrap_save_config() -> None:
         if "attn_swap" not in self.__dict__:
             original(self, save_directory, *args, **kwargs)
             return
-        with shim.as_saved(self) as names_shim:
+        with shim.as_saved(self, VARIANTS) as programs:
             original(self, save_directory, *args, **kwargs)
-        if names_shim:
-            shim.write(Path(save_directory))
+        for name, content in programs.items():
+            (Path(save_directory) / name).write_bytes(content)
 
     PreTrainedConfig.save_pretrained = save_pretrained  # type: ignore[method-assign]  # as above
 
@@ -405,7 +428,7 @@ def _wrap_read_config() -> None:
         swapped = "attn_swap" in config_dict
         if swapped:
             _leave_out_none(kwargs)
-        return original(cls, shim.as_read(config_dict) if swapped else config_dict, **kwargs)
+        return original(cls, shim.as_read(config_dict, VARIANTS) if swapped else config_dict, **kwargs)
 
     PreTrainedConfig.from_dict = classmethod(from_dict)  # type: ignore[arg-type, assignment, method-assign]  # as above
 

@@ -191,7 +191,7 @@ def push(
 ) -> None:
     """Publish a saved model in one commit, with its card. The card is the one that results.json gives.
 
-    Weights go as safetensors, and no file that could hold a program but the shim of this package.
+    Weights go as safetensors, and no program but the shim of this package and the file of a variant of your own.
     """
     from hf_attn_swap.publish.card import bare_card
     from hf_attn_swap.publish.hub import CARD, files_to_publish, push_folder

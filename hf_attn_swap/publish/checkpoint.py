@@ -21,6 +21,7 @@ from ..loading import read_block
 from ..measuring.lm_head import names_head
 from ..patch import patch_model
 from ..saved import shim
+from ..variants.base import VARIANTS
 from ..writing import claimed, half_replaced, saved_whole, told_where
 
 # Files of tokenizers and processors. They are copied unchanged, so no tokenizer or processor class has to load.
@@ -327,14 +328,14 @@ def add_shim(folder: Path) -> list[str]:
         ValueError: the folder holds no swapped model, or its model is loaded from code of its own.
     """
     saved_block(folder)
-    config = shim.completed(folder)
-    if config is None:
+    files = shim.completed(folder, VARIANTS)
+    if not files:
         raise ValueError(
             f"{folder}: this model runs code of its own, so it gets no shim; import hf_attn_swap before it is loaded."
         )
-    (folder / shim.CONFIG).write_text(config, encoding="utf-8")
-    shim.write(folder)
-    return sorted(name for name, value in json.loads(config)[shim.KEY].items() if shim.is_ours(value))
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return sorted(name for name, value in json.loads(files[shim.CONFIG])[shim.KEY].items() if shim.is_ours(value))
 
 
 def copy_preprocessor(source: str, out: Path, **hub: Any) -> list[str]:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ..layer.registry import build_options, get_variant
 from ..saved import shim
 from ..text.typed import refuse_name
+from ..variants.base import VARIANTS
 from ..writing import WEIGHTS
 from .card import bare_card, render
 from .checkpoint import saved_block
@@ -77,8 +78,8 @@ def push_folder(
 ) -> CommitInfo:
     """Publish a saved converted model, in one commit. The results become the card.
 
-    Files that could hold programs (pickled weights, code) are left out. The one exception is the shim: this package's
-    own text of it is published, whatever the folder holds.
+    Files that could hold programs (pickled weights, code) are left out. The one exception is the shim, with the
+    files of the user's own variants: they are published as this process has them, whatever the folder holds.
 
     Args:
         folder: the saved model.
@@ -145,10 +146,7 @@ def _weights(folder: Path) -> dict[str, bytes | Path]:
     files: dict[str, bytes | Path] = {path.relative_to(folder).as_posix(): path for path in paths}
     if not any(name.endswith(".safetensors") for name in files):
         raise ValueError(f"{folder} holds no safetensors; save the model with model.save_pretrained.")
-    if (config := shim.completed(folder)) is not None:
-        files[shim.CONFIG] = config.encode()
-        files[shim.FILE] = shim.SOURCE
-    return files
+    return files | shim.completed(folder, VARIANTS)
 
 
 def _repository(api: HfApi, repo_id: str, *, private: bool, revision: str | None) -> ModelInfo:

@@ -2,7 +2,7 @@
 
 transformers reads the key `auto_map` of config.json and, if the caller passes `trust_remote_code=True`, takes the
 model's class from the file that the key names. Here this file is `attn_swap.py`, the same for every model: it imports
-the package and hands out the class of transformers.
+the package, and the files of the user's own variants (`own_file.py`), and hands out the class of transformers.
 
 Other programs (vLLM, SGLang, llama.cpp, MLX) compute attention by themselves. They choose a model by the keys
 `architectures` or `model_file` of config.json. A saved config.json therefore names "HfAttnSwapLlamaForCausalLM" instead
@@ -23,14 +23,21 @@ from typing import Any
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-SOURCE = Path(__file__).with_name("attn_swap.py")
+from . import own_file
+
+SOURCE = Path(__file__).with_name(own_file.SHIM)
 FILE = SOURCE.name
 CONFIG = "config.json"
 KEY = "auto_map"
 NAMES = "architectures"
 PREFIX = "HfAttnSwap"
 CODE = "model_file"  # MLX runs this file instead of its own model, and without trust it refuses the model
-KEYS = (NAMES, KEY, CODE)
+BLOCK = "attn_swap"
+KEYS = (NAMES, KEY, CODE, BLOCK)
+OWN = """
+if {variant!r} not in hf_attn_swap.list_variants():
+    from .{module} import __name__ as _  # transformers brings along what a line of this form names
+"""
 
 
 @functools.cache  # `dir(transformers)` takes 0.2 s, as long as ten saves of a small model
@@ -109,9 +116,21 @@ def _renamed(config: dict[str, Any], change: Callable[[str], str]) -> dict[str, 
     return made
 
 
-def with_shim(config: dict[str, Any], auto_map: dict[str, Any] | None) -> dict[str, Any]:
-    """The content of the config.json of a swapped model: names of classes that no program has, and the shim, if any."""
+def with_shim(
+    config: dict[str, Any], auto_map: dict[str, Any] | None, own: Mapping[str, Path] | None = None
+) -> dict[str, Any]:
+    """The content of the config.json of a swapped model: names of classes that no program has, and the shim, if any.
+
+    Args:
+        config: the content without them.
+        auto_map: from `merge_auto_map`.
+        own: from `own_file.travelling`.
+    """
     made = _renamed(config, saved_name)
+    if BLOCK in made:
+        block = {key: value for key, value in made[BLOCK].items() if key != own_file.KEY}
+        files = {name: {"file": path.name, "sha256": own_file.digest(path)} for name, path in (own or {}).items()}
+        made[BLOCK] = {**block, own_file.KEY: files} if files else block
     return made if auto_map is None else {CODE: FILE, **made, KEY: auto_map}
 
 
@@ -125,13 +144,14 @@ def without_code(config: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def as_read(config: dict[str, Any]) -> dict[str, Any]:
+def as_read(config: dict[str, Any], known: own_file.Classes) -> dict[str, Any]:
     """The content of the config.json of a swapped model as a config of this process has it.
 
-    The shim's code is left out. The names of classes are those that no program has, also if an earlier version has
-    saved the model with the names of transformers.
+    The shim's code is left out, unless it brings a variant that is not `known`. The names of classes are those that no
+    program has, also if an earlier version has saved the model with the names of transformers.
     """
-    return _renamed(without_code(config), saved_name)
+    kept = config if own_file.unknown(config.get(BLOCK), known) else without_code(config)
+    return _renamed(kept, saved_name)
 
 
 def without(config: dict[str, Any]) -> dict[str, Any]:
@@ -171,33 +191,38 @@ def _put(config: PreTrainedConfig, content: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def as_saved(config: PreTrainedConfig) -> Iterator[bool]:
+def as_saved(config: PreTrainedConfig, known: own_file.Classes) -> Iterator[dict[str, bytes]]:
     """Inside the `with` block, the config of a swapped model has the keys of its config.json.
 
-    Gives True if the config names the shim.
+    Gives the programs that belong beside config.json, by name; none if this model gets no shim.
     """
     auto_map = merge_auto_map(config, config.__dict__.get(KEY))
+    own = {} if auto_map is None else own_file.travelling(config.__dict__[BLOCK], known)
     before = [(part, _own(part)) for part in parts(config)]
     try:
-        for part, own in before:
-            _put(part, with_shim(own, auto_map if part is config else None))
-        yield auto_map is not None
+        for part, content in before:
+            _put(part, with_shim(content, auto_map, own) if part is config else with_shim(content, None))
+        yield {} if auto_map is None else programs(own)
     finally:
-        for part, own in before:
-            _put(part, own)
+        for part, content in before:
+            _put(part, content)
 
 
-def write(folder: Path) -> None:
-    """Write the shim's file into a folder."""
-    (folder / FILE).write_bytes(SOURCE.read_bytes())
+def programs(own: Mapping[str, Path]) -> dict[str, bytes]:
+    """The shim, which imports the files of the user's own variants, and these files; by name."""
+    lines = [OWN.format(variant=variant, module=path.stem) for variant, path in own.items()]
+    text = SOURCE.read_text(encoding="utf-8") + "".join(lines)
+    return {FILE: text.encode(), **{path.name: path.read_bytes() for path in own.values()}}
 
 
-def completed(folder: Path) -> str | None:
-    """The content of a folder's config.json as `as_saved` has it; None if this model gets no shim."""
+def completed(folder: Path, known: own_file.Classes) -> dict[str, bytes]:
+    """A folder's config.json as `as_saved` has it, and the programs, by name; nothing if this model gets no shim."""
     content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    if names_code(content.get(KEY) or {}) or content.get("model_type") not in CONFIG_MAPPING:
-        return None
+    if BLOCK not in content or names_code(content.get(KEY) or {}) or content.get("model_type") not in CONFIG_MAPPING:
+        return {}
     auto_map = merge_auto_map(AutoConfig.from_pretrained(folder), content.get(KEY))
     if auto_map is None:
-        return None
-    return json.dumps(with_shim(content, auto_map), indent=2, sort_keys=True) + "\n"
+        return {}
+    own = own_file.travelling(content[BLOCK], known)
+    config = json.dumps(with_shim(content, auto_map, own), indent=2, sort_keys=True) + "\n"
+    return {CONFIG: config.encode(), **programs(own)}

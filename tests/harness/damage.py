@@ -76,6 +76,10 @@ WRONG: dict[Place, tuple[str, tuple[Any, ...]]] = {
     (*SWAP, "value_scale"): ("value_scale must be true", (False, None, 1, True)),  # the swap does not project
     (*SWAP, "neutral_start"): ("earlier version .*neutral_start.* cannot run", (10,)),
     (*SWAP, "head_order"): ("earlier version .*head_order.* cannot run", ([1, 0], None)),
+    (*BLOCK, "files"): (
+        f"files must be a dict|{KEYS}|is not known here|knows another variant",
+        (None, 0, "x", [], {"x": 1}, {"flash": {"file": LONG, "sha256": 0}}, {"gated": {"file": [], "sha256": {}}}),
+    ),
     ("attn_implementation",): ("cannot run with", ("sdpa",)),
 }
 LEFT_OUT: dict[Place, str] = {

@@ -15,6 +15,7 @@ from transformers import AutoModelForMaskedLM, BertTokenizer
 
 import hf_attn_swap
 from hf_attn_swap.publish.hub import files_to_publish, push, push_folder
+from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.saved import shim
 from tests import zoo
 from tests.harness.hub import WRITER, Hub
@@ -105,6 +106,18 @@ def test_model_card_and_tokenizer_in_one_commit(hub: Hub, tmp_path: Path) -> Non
     assert len(repository.commits) == 3
 
 
+def test_a_variant_of_ones_own(hub: Hub, own_files: Path, tmp_path: Path) -> None:
+    """Its file is published as this process has it, whatever the folder holds, and a program that trusts runs it."""
+    folder = saved(tmp_path / "model", "damped")
+    (folder / "damped.py").write_text("this could be another program")
+    planned, *_ = files_to_publish(folder, "me/own")
+    push_folder(folder, "me/own")
+    files = hub.repositories["me/own"].files()
+    assert {name for name in planned if name.endswith(".py")} == {"attn_swap.py", "damped.py"}
+    assert files["damped.py"] == (own_files / "damped.py").read_bytes()
+    assert loaded(hub, "me/own", folder) == ["transformers.models.bert.modeling_bert", 3, True]
+
+
 def test_shards_of_an_earlier_push_go_and_a_branch_stays(hub: Hub, tmp_path: Path) -> None:
     push_folder(saved(tmp_path / "shards", "belief", max_shard_size="20KB"), "me/shards")
     repository = hub.repositories["me/shards"]
@@ -128,6 +141,17 @@ def test_what_is_meant_to_be_private_is_not_published(hub: Hub, tmp_path: Path) 
     with pytest.raises(ValueError, match="private"):
         push_folder(folder, "me/open", private=True)
     assert len(hub.repositories["me/open"].commits) == 2
+
+
+def test_a_model_that_was_only_quantized(tmp_path: Path) -> None:
+    """It runs without the package: its config keeps the names of transformers, and no shim goes with it."""
+    zoo.build("bert").save_pretrained(tmp_path)
+    softmax = {"name": "softmax", "formula": "softmax(S)", "paper": "Vaswani et al., 2017", "options": {}}
+    swaps = [{"components": [softmax], "layers": [0, 1, 2], "strength": 1.0}]
+    results = RunResult.from_dict(full(base=RESULTS["base"] | {"relation": "quantized"}, modules=3, swaps=swaps))
+    files, *_ = files_to_publish(tmp_path, "me/int8", results)
+    assert files["config.json"] == tmp_path / "config.json"
+    assert "attn_swap.py" not in files
 
 
 def test_what_is_no_converted_model_is_refused(tmp_path: Path) -> None:
