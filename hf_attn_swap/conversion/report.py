@@ -48,6 +48,14 @@ class Sensitivity(Tabled):
         recalls = _shares({unit: max(0.0, _recall_lost(lost)) for unit, lost in self.alone.items()})
         return tuple(sorted(costs, key=lambda unit: costs[unit] + recalls[unit]))
 
+    def share(self, lost: Lost) -> float:
+        """A loss by the same two figures, each as a share of what all lose together."""
+        parts = (
+            (lost.divergence_or_error, self.together.divergence_or_error),
+            *([] if lost.recall is None else [(_recall_lost(lost), _recall_lost(self.together))]),
+        )
+        return sum(part / whole if whole > 0 else part for part, whole in parts)
+
     @property
     def unit(self) -> str:
         """What is measured, in words."""

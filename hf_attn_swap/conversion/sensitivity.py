@@ -39,6 +39,7 @@ DISTANCE = 200  # tokens between the two readings of a passage, unless a window 
 HEAD_TOKENS = 512  # of rows, for each head: there are several times as many heads as layers
 HEAD_ROWS = 8  # of other data
 HEAD_PASSAGES = 2
+RECALLED = 0.99  # of the recall is left after all exchanges of heads
 GROUPS = 6  # of layers, when a budget decides how many layers are converted
 
 
@@ -283,26 +284,72 @@ class LayerSelection:
 
 
 def select_heads(run: Run) -> Sensitivity | None:
-    """Let the key/value heads keep all keys that cost most, and return what each costs; None if that was not asked."""
+    """Choose the key/value heads that keep all keys, and return what each head alone costs; None if not asked for it.
+
+    First the costliest heads, then exchanges of single heads while less is lost by all together.
+    """
     if run.config.heads is None:
         return None
     sensitivity = run.apply("heads", partial(_head_sensitivity, run), measured=False, read=Sensitivity.from_dict)
     order = sensitivity.order
     count = min(round(run.config.keep * len(order)), len(order) - 1)
     costliest = order[len(order) - count :]
-    full = [head for head in sensitivity.alone if head in costliest]
+    full = run.apply("exchanged", partial(_exchanged, run, sensitivity, costliest), measured=False)
     run.apply("heads chosen", partial(_keep_all_keys, run, full), again=True)
-    run.say(f"{count} of {len(order)} key/value heads keep all keys (layer.head): {', '.join(map(str, full))}.")
+    run.say(f"{count} of {len(order)} key/value heads keep all keys (layer.head): {', '.join(full)}.")
     return sensitivity
 
 
 def _head_sensitivity(run: Run) -> Sensitivity:
+    return head_sensitivity(run.model, _few_rows(run), progress=run.progress)
+
+
+def _few_rows(run: Run) -> HeldOut:
+    """The rows on which heads are measured."""
     assert run.held is not None
     rows = max(1, round(HEAD_TOKENS / run.rows.length)) if run.rows.unit == TOKENS else HEAD_ROWS
-    return head_sensitivity(run.model, run.held.subset_of_rows(rows, HEAD_PASSAGES), progress=run.progress)
+    return run.held.subset_of_rows(rows, HEAD_PASSAGES)
 
 
-def _keep_all_keys(run: Run, heads: Container[Any]) -> None:
+def _exchanged(run: Run, sensitivity: Sensitivity, costliest: Iterable[str]) -> list[str]:
+    """The heads that keep all keys, after exchanges: the least useful one for the most useful of the others.
+
+    How useful a head is among the chosen ones is measured once for each: what all lose without it, or with it as well.
+    An exchange stays if less is lost, and not more than a hundredth of the recall. docs/mathematics.md, section Which
+    layers.
+    """
+    layers = {str(layer.number): layer for layer in run.installation.layers()}
+    held, kept = _few_rows(run), set(costliest)
+
+    def measure(heads: Container[str]) -> Lost:
+        _keep_all_keys(run, heads)
+        return held.lost(run.model)
+
+    def worth(head: str) -> float:
+        """The loss without a head less the loss with it, among the chosen heads."""
+        block = block_of(run.installation.root, layers[head.partition(".")[0]])[1]
+        with contextlib.nullcontext() if replay is None else replay.below(block):
+            more = sensitivity.share(measure(kept ^ {head})) - least
+        return more if head in kept else -more
+
+    with run.installation.strengths_kept():
+        first = measure(kept)
+        least, replay = sensitivity.share(first), Replay.of(run.installation, held)
+        worths = {head: worth(head) for head in bar(sensitivity.alone, desc="heads together", shown=run.progress)}
+        order = sorted(worths, key=worths.__getitem__, reverse=True)
+        useless = [head for head in order if head in kept]
+        for head in [head for head in order if head not in kept][: 2 * len(kept)]:
+            if not useless or worths[head] <= worths[useless[-1]]:
+                break
+            lost = measure(kept ^ {head, useless[-1]})
+            recalls = lost.recall is None or first.recall is None or lost.recall >= RECALLED * first.recall
+            if recalls and sensitivity.share(lost) < least:
+                kept, least = kept ^ {head, useless.pop()}, sensitivity.share(lost)
+        _keep_all_keys(run, ())
+    return [head for head in sensitivity.alone if head in kept]
+
+
+def _keep_all_keys(run: Run, heads: Container[str]) -> None:
     """A layer whose heads all keep all keys runs its own attention, as a layer that was not chosen."""
     strengths = {}
     for layer in run.installation.layers():

@@ -17,6 +17,7 @@ from hf_attn_swap.conversion import calibrate, head_sensitivity
 from hf_attn_swap.conversion.journal import NAME
 from hf_attn_swap.conversion.report import Sensitivity
 from hf_attn_swap.families import sites
+from hf_attn_swap.measuring.held_out import HeldOut
 from hf_attn_swap.measuring.recall import Passages, Recall
 from hf_attn_swap.wiring.install import installation_of, model_root
 from tests.contract.harness import assert_identical, batch_of, refused, run, swaps
@@ -73,6 +74,24 @@ def test_the_heads_that_recall_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert [line.split()[0] for line in str(found).splitlines()[-3:]] == [*found.order[-2:], "all"]
     assert report.save(tmp_path).read_text().count("what each key/value head alone costs") == 1
     assert Sensitivity.from_dict(json.loads((tmp_path / "conversion.json").read_text())["head_sensitivity"]) == found
+
+
+def test_heads_are_exchanged_while_all_lose_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two heads that do the same, one is enough: alone both cost most, but beside one the other is useless."""
+    pair = {(0, 0), (1, 1)}
+    alone = {(0, 0): 0.3, (1, 1): 0.29, (2, 0): 0.1}
+
+    def measure(self: HeldOut, model: Any, *, progress: bool = False) -> Lost:
+        hidden = near(model)
+        both = hidden & pair
+        kl = sum(alone.get(head, 0.01) for head in hidden - both)
+        kl += sum(alone[head] for head in both) if both == pair or len(hidden) == 1 else 0.0
+        return Lost(tokens=1, divergence=kl, perplexity=1 + kl, stock_perplexity=1.0, recall=3.0, stock_recall=3.0)
+
+    monkeypatch.setattr(HeldOut, "lost", measure)
+    model = long()
+    converted(model, "window", text(), heads="auto", keep=1 / 3, **FAST, **WINDOW)
+    assert near(model) == {(0, 1), (1, 0), (2, 1), (1, 1)}
 
 
 def test_the_saved_model_has_the_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
