@@ -4,7 +4,7 @@ The steps, each measured on held-out rows:
 
     1. swap:           the variant in all layers that may be converted
     2. absorb:         in a causal language model, the keys and values of one token as a sink, if less is lost with it
-    3. select_heads:   with heads="auto", what each key/value head alone costs decides which heads keep all keys
+    3. select_heads:   with heads="auto", the key/value heads that keep all keys, by what they cost alone and together
     4. fit_heads:      no fit, a gain or a map per head, whichever loses least (or as `fit` says)
     5. select_layers:  with a budget or a share to keep, what each layer alone costs decides about the order
     6. distil:         the original model teaches the swapped model, group of layers by group of layers
