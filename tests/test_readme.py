@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from docs.pictures.swap import FILE, variants_at, whole
+from docs.tables.first_screen import first_screen
 from docs.tables.runs import recorded
 from hf_attn_swap import list_variants
 from hf_attn_swap.variants.base import PLACES
@@ -58,3 +61,24 @@ def test_the_picture_names_every_variant() -> None:
 def test_every_run_records_its_study_and_steps() -> None:
     """The tables sort by the one and print the other; neither is guessed from a name or a sentence."""
     assert all(run.study is not None and run.steps is not None for run in recorded())
+
+
+def test_the_first_screen() -> None:
+    """The losses, the answers and the minutes of its table are those of the record."""
+    models = first_screen()
+    stock, rows = models["stock"], [line.split(" | ") for line in README.splitlines() if line.startswith("| **")]
+    assert len(rows) == 3
+    for name, *_, lost, answers, minutes in rows:
+        figures = models[name.strip("|* ")]
+        for text, perplexity in figures["perplexity"].items():
+            assert f"{perplexity / stock['perplexity'][text]:.3f} ×" in lost, (name, text)
+        for distance, recalled in figures["recall"].items() if "recall" in lost else ():
+            assert f"{recalled / stock['recall'][distance]:.2f} ×" in lost, (name, distance)
+        found = [f"{fmean(answered(each)['niah_multikey']):.0%}" for each in (stock, figures)]
+        assert answers == f"{found[0]} → {found[1]}".replace("% →", " →").replace("%", " %"), name
+        assert minutes == f"{figures['processor_minutes']:.0f} |", name
+
+
+def answered(figures: dict[str, Any]) -> dict[str, list[float]]:
+    """The scores of a model's samples, by the task."""
+    return {task: scores for task, _, scores in figures["scores"]}
