@@ -64,7 +64,7 @@ def test_layers_cost_the_same_in_fewer_calls(name: str, monkeypatch: pytest.Monk
     assert len(calls) == ROWS * ((layers + 2) * layers - below), "recorded, each layer, and all together"
     monkeypatch.setattr(Replay, "of", lambda *_: None)
     assert sensitivity.layer_sensitivity(model, held, progress=False) == lost
-    assert len(set(lost.layers.values())) == layers
+    assert len(set(lost.alone.values())) == layers
 
 
 def test_heads_cost_the_same_in_fewer_calls(monkeypatch: pytest.MonkeyPatch) -> None:
