@@ -30,7 +30,7 @@ class Sensitivity(Tabled):
     Attributes:
         variant: the name of the variant.
         together: what was lost with all of them swapped.
-        alone: what was lost with this one alone swapped, by the layer's number, or by its head as "layer.head".
+        alone: what was lost with one layer or head alone swapped, by the layer's number, or by "layer.head".
     """
 
     variant: str
@@ -42,14 +42,17 @@ class Sensitivity(Tabled):
         """The layers or heads, from the cheapest to the costliest.
 
         By KL or the relative error; if recall was measured, by the sum of both, each as a share of its total over all.
-        One without which the model recalls more costs no recall.
+        A layer or head that makes the model recall more costs no recall.
         """
         costs = _shares({unit: lost.divergence_or_error for unit, lost in self.alone.items()})
         recalls = _shares({unit: max(0.0, _recall_lost(lost)) for unit, lost in self.alone.items()})
         return tuple(sorted(costs, key=lambda unit: costs[unit] + recalls[unit]))
 
     def share(self, lost: Lost) -> float:
-        """A loss by the same two figures, each as a share of what all lose together."""
+        """A loss as one number: KL (or the relative error) and lost recall, each as a share of its value in `together`.
+
+        A model that recalls more than stock has a negative part.
+        """
         parts = (
             (lost.divergence_or_error, self.together.divergence_or_error),
             *([] if lost.recall is None else [(_recall_lost(lost), _recall_lost(self.together))]),

@@ -284,7 +284,7 @@ class LayerSelection:
 
 
 def select_heads(run: Run) -> Sensitivity | None:
-    """Choose the key/value heads that keep all keys, and return what each head alone costs; None if not asked for it.
+    """Choose the key/value heads that keep all keys, and return what each head alone costs; None without `heads`.
 
     First the costliest heads, then exchanges of single heads while less is lost by all together.
     """
@@ -312,11 +312,11 @@ def _few_rows(run: Run) -> HeldOut:
 
 
 def _exchanged(run: Run, sensitivity: Sensitivity, costliest: Iterable[str]) -> list[str]:
-    """The heads that keep all keys, after exchanges: the least useful one for the most useful of the others.
+    """The heads that keep all keys, after exchanges of the least useful kept head for the most useful other head.
 
-    How useful a head is among the chosen ones is measured once for each: what all lose without it, or with it as well.
-    An exchange stays if less is lost, and not more than a hundredth of the recall. docs/mathematics.md, section Which
-    layers.
+    The use of a kept head is what more is lost without it; of another head, what less is lost if it is kept, too. Each
+    is measured once. An exchange stays if less is lost, and not more than a hundredth of the recall.
+    docs/mathematics.md, section Which layers.
     """
     layers = {str(layer.number): layer for layer in run.installation.layers()}
     held, kept = _few_rows(run), set(costliest)
@@ -326,7 +326,7 @@ def _exchanged(run: Run, sensitivity: Sensitivity, costliest: Iterable[str]) -> 
         return held.lost(run.model)
 
     def worth(head: str) -> float:
-        """The loss without a head less the loss with it, among the chosen heads."""
+        """The loss without a head less the loss with it, while the other chosen heads keep all keys."""
         block = block_of(run.installation.root, layers[head.partition(".")[0]])[1]
         with contextlib.nullcontext() if replay is None else replay.below(block):
             more = sensitivity.share(measure(kept ^ {head})) - least

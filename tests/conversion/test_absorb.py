@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.conversion import absorb_sink
+from hf_attn_swap.conversion import absorb_sink, sink
 from tests.contract.harness import distance, fresh, refused, swaps
 
 from .letters import Letters
@@ -69,6 +70,28 @@ def test_all_texts_decide() -> None:
         largest[token] = max(absorb_sink(model, Letters(), texts, tokens=[token]).after)
     assert largest[found.tokens[0]] == min(largest.values())
     assert largest[found.tokens[0]] < largest[first.tokens[0]]
+
+
+def test_what_the_search_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first candidate, the text with the largest activation is read first; long texts get no logits."""
+    order: list[list[int]] = []
+    lengths: list[int] = []
+
+    def measure(model: Any, rows: list[Tensor], *arguments: Any) -> Any:
+        order.append([row.shape[1] for row in rows])
+        measured = real(model, rows, *arguments)
+        return replace(measured, massive=0, largest=(1.0,), of_rows=tuple(float(size) for size in order[-1]))
+
+    real = sink._measure
+    monkeypatch.setattr(sink, "_measure", measure)
+    model = patch_model(fresh("llama"), "sink")
+    model.lm_head.register_forward_pre_hook(lambda head, args: lengths.append(args[0].shape[1]))
+    absorb_sink(model, Letters(), ["ab", "a" * 40, "abc"])
+    _, first, *others, _ = order
+    assert first == [2, 40, 3]
+    assert others
+    assert all(each == [40, 3, 2] for each in others)
+    assert max(lengths) <= sink.SHORT + 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

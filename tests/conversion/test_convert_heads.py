@@ -15,6 +15,7 @@ from hf_attn_swap import patch_model, set_strength
 from hf_attn_swap.analysis import Lost, lost
 from hf_attn_swap.conversion import calibrate, head_sensitivity
 from hf_attn_swap.conversion.journal import NAME
+from hf_attn_swap.conversion.replay import Replay
 from hf_attn_swap.conversion.report import Sensitivity
 from hf_attn_swap.families import sites
 from hf_attn_swap.measuring.held_out import HeldOut
@@ -92,6 +93,34 @@ def test_heads_are_exchanged_while_all_lose_less(monkeypatch: pytest.MonkeyPatch
     model = long()
     converted(model, "window", text(), heads="auto", keep=1 / 3, **FAST, **WINDOW)
     assert near(model) == {(0, 1), (1, 0), (2, 1), (1, 1)}
+
+
+def test_exchanges_are_measured_the_same_without_recorded_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among windows in other layers, too, a block below the changed head gives what it gave."""
+    shares: list[float] = []
+    real, recorded = Sensitivity.share, Replay.of
+    used: list[bool] = []
+
+    def share(self: Sensitivity, lost: Lost) -> float:
+        shares.append(real(self, lost))
+        return shares[-1]
+
+    def of(*arguments: Any) -> Replay | None:
+        used.append((replay := recorded(*arguments)) is not None)
+        return replay
+
+    def measured() -> list[float]:
+        shares.clear()
+        converted(long(), "window", text(), heads="auto", keep=0.5, **FAST, **WINDOW)
+        return list(shares)
+
+    monkeypatch.setattr(Sensitivity, "share", share)
+    monkeypatch.setattr(Replay, "of", of)
+    with_blocks = measured()
+    assert used == [True, True], "for each head alone, and for the exchanges"
+    assert len(set(with_blocks)) > 6
+    monkeypatch.setattr(Replay, "of", lambda *_: None)
+    assert measured() == with_blocks
 
 
 def test_the_saved_model_has_the_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
