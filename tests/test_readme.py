@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +18,7 @@ from hf_attn_swap.variants.base import PLACES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+DECODED = ROOT / "benchmarks" / "figures" / "bench-decode-heads.json"
 REPOSITORY = "https://github.com/hf-attn-swap/hf-attn-swap"
 SITE = "https://hf-attn-swap.github.io/hf-attn-swap/"
 
@@ -79,6 +81,9 @@ def test_the_first_screen(page: str) -> None:
         assert answers == f"{numbers_found(stock):.0f} → {numbers_found(figures):.0f} %", name
         assert minutes == f"{figures['processor_minutes']:.0f} |", name
     assert len(rows) == 3
+    decoded = {row["context"]: row for row in json.loads(DECODED.read_text("utf-8"))["rows"] if row["model"] != "stock"}
+    assert f"{decoded[16384]['decode']:.2f} × the time of a token" in rows[1][2]
+    assert f"after 256 {decoded[256]['decode']:.2f} ×" in rows[1][2]
 
 
 def numbers_found(figures: dict[str, Any]) -> float:

@@ -12,6 +12,7 @@ from hf_attn_swap.text.table import markdown
 
 from .conversions import (
     CURVE_SMOLLM2,
+    DECODE_HEADS,
     DECODE_WINDOW,
     HYBRIDS,
     NEWS,
@@ -243,6 +244,7 @@ TABLES = {
     "lra": lra_table,
     "small-llama": small_llama_table,
     "window": window_table,
+    "heads-decode": lambda: decoding_table(DECODE_HEADS, "the windows"),
     "window-decode": lambda: decoding_table(DECODE_WINDOW, "the windows"),
     "serving": serving_table,
     "compile": compile_table,

@@ -31,6 +31,7 @@ HYBRIDS = ROOT / "recipes" / "figures" / "compare-minilm-glue-layers.json"
 PHOTOS = ROOT / "recipes" / "figures" / "compare-vit-s-cifar10.json"
 BUDGET = ROOT / "recipes" / "figures" / "convert-smollm2-belief.json"
 DECODE = ROOT / "benchmarks" / "figures" / "bench-decode-hybrid.json"
+DECODE_HEADS = ROOT / "benchmarks" / "figures" / "bench-decode-heads.json"
 DECODE_WINDOW = ROOT / "benchmarks" / "figures" / "bench-decode-window.json"
 
 
