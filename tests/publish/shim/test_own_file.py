@@ -54,6 +54,7 @@ def patched() -> Any:
     return patch_model(fresh("llama", torch.float32), BOTH)
 
 
+@pytest.mark.slow  # tests/publish/test_push.py loads one such file from the Hub in a fresh process
 @pytest.mark.skipif(sys.platform == "win32", reason="the fresh processes are forks")
 def test_the_files_travel(own_files: Path, tmp_path: Path) -> None:
     folder = save(patched(), batch_of("llama", torch.float32), tmp_path / "cases" / "own", "AutoModelForCausalLM")
