@@ -190,11 +190,11 @@ def convert_steps(run: Run, measure: Callable[[Run], Lost] | None = None) -> tup
     return layers, heads
 
 
-def swap(run: Run) -> None:
+def swap(run: Run, *, measured: bool = True) -> None:
     """Put the variant into all layers that may be converted."""
     config = run.config
     put = partial(patch_model, layers=config.layers, modules=config.modules, **config.options)
-    run.apply("swap", partial(put, run.model, config.variant), again=True)
+    run.apply("swap", partial(put, run.model, config.variant), measured=measured, again=True)
 
 
 def finish(run: Run) -> None:

@@ -44,8 +44,8 @@ def distil(run: Run, selection: LayerSelection) -> None:
     run.kept = {number: why for number in every if not any(number in group for group in groups)}
     for place, group in enumerate(groups):
         before = run.snapshot() if selection.by_budget else None
-        if len(group) < len(every):  # else these layers together have been measured already
-            running = list(itertools.chain(*groups[: place + 1]))
+        running = list(itertools.chain(*groups[: place + 1]))
+        if sorted(running) != sorted(run.layers):  # else these layers together have been measured already
             name = f"group {place + 1} swapped" if selection.by_budget else "layers chosen"
             run.apply(name, partial(_run_in, run, running), again=True)
         _distil_group(run, place, len(groups) - place, by_budget=selection.by_budget)

@@ -22,7 +22,7 @@ from ..layer.fitted import FITTED
 from ..layer.swap import Swap
 
 NAME = "journal.json"
-VERSION = 7  # of what the steps write
+VERSION = 8  # of what the steps write
 Swaps = Mapping[int, list[Swap]]
 SOME = 64  # numbers of each tensor that a fingerprint reads
 

@@ -1,7 +1,7 @@
 """Rounds a model to 8-bit integers with little loss by one call; each step is measured on held-out rows.
 
 1. stock:     what the stock model loses in 8 bits
-2. convert:   with a variant, the steps of `convert`; without one, stock attention, with a sink if it loses less
+2. convert:   with a variant, the steps of `convert`; without one, a sink if less is lost in 8 bits with it
 3. smooth:    channels of like sizes, if less is lost in 8 bits with them; it is the same function
 4. qat:       while tokens are left, the model in full precision teaches the rounded model
 5. integers:  weights in 8-bit integers, and a static range for each input, or a range per token
@@ -32,11 +32,13 @@ from ..quantization.straight_through import straight_through
 from ..variants.softmax import Softmax
 from ..wiring.install import model_root
 from .config import DYNAMIC, ConvertConfig, Distil
-from .convert import convert_steps, started
+from .convert import convert_steps, started, swap
 from .distill import exhausted, train
 from .report import ConversionReport
 from .rows import TOKENS
 from .run import Run
+from .sensitivity import LayerSelection
+from .sink import absorb as absorb_if_better
 from .smooth import smooth as smooth_channels
 from .trainable import VECTORS, part_of, vectors_of
 from .trainer import Teacher
@@ -121,10 +123,17 @@ def quantize(
         quantized=True,
     )
     with started(model, config, data, eval_data, None, output_dir, args, progress) as run:
-        run.apply("stock model in 8 bits", partial(_measure_in_8_bits, run, "stock model in 8 bits"))
-        selection, heads = convert_steps(run, measure=lost_in_8_bits)
+        _measure_in_8_bits(run, "stock model in 8 bits")
+        selection, heads = LayerSelection([]), None
+        if config.variant == Softmax.name:
+            swap(run, measured=False)
+            absorb_if_better(run, lost_in_8_bits, before=run.record[-1].lost)
+        else:
+            selection, heads = convert_steps(run, measure=lost_in_8_bits)
+            if run.swaps:
+                _measure_in_8_bits(run, "in 8 bits")
         if run.swaps:
-            smooth(run)
+            run.apply("in 8 bits, smoothed", partial(_smooth, run, run.record[-1].lost), again=True)
             ranges = qat(run)
             integers(run, ranges)
     return run.report(selection.sensitivity, heads)
@@ -138,7 +147,7 @@ def lost_in_8_bits(run: Run) -> Lost:
 
 
 def _measure_in_8_bits(run: Run, name: str) -> None:
-    run.measured(name, lost_in_8_bits(run))
+    run.apply(name, lambda: run.measured(name, lost_in_8_bits(run)))
 
 
 def _batches(run: Run) -> list[Batch]:
@@ -149,13 +158,8 @@ def _batches(run: Run) -> list[Batch]:
     return list(run.rows.some(chosen).batches(1 if run.config.low_memory else AT_ONCE))
 
 
-def smooth(run: Run) -> None:
-    """Measure the model in 8 bits as it is, and with smoothed channels; keep what loses less."""
-    run.apply("in 8 bits", partial(_measure_in_8_bits, run, "in 8 bits"))
-    run.apply("in 8 bits, smoothed", partial(_smooth, run, run.record[-1].lost), again=True)
-
-
 def _smooth(run: Run, before: Lost) -> None:
+    """Smooth the channels, if less is lost in 8 bits with them."""
     run.keep(vectors_of(run.student))  # `qat` trains them, and their first values are those without the scales
     undo = partial(run.installation.drop, Smoothing.name)
     with run.trial("in 8 bits, smoothed", before, undo) as trial:

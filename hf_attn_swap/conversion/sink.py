@@ -147,8 +147,11 @@ def absorb_rows(
         with installation.stock():
             _check_positions(model, rows[0], count)
             before = _measure(model, rows, ())
-            chosen = _search(model, processor, rows, count) if tokens is None else tuple(map(int, tokens))
-            after = _measure(model, rows, chosen)
+            if tokens is None:
+                chosen, after = _search(model, processor, rows, count)
+            else:
+                chosen = tuple(map(int, tokens))
+                after = _measure(model, rows, chosen)
         pairs = _pairs(model, installation, chosen)
         tried = _with_pairs(installation, pairs, chosen)
         short = rows[0][:, :SHORT]
@@ -233,8 +236,8 @@ def _check_positions(model: Any, row: Tensor, count: int) -> None:
         )
 
 
-def _search(model: Any, processor: Any, rows: Sequence[Tensor], count: int) -> tuple[int, ...]:
-    """The best list of `count` tokens: each is the best one behind those before it.
+def _search(model: Any, processor: Any, rows: Sequence[Tensor], count: int) -> tuple[tuple[int, ...], _Seen]:
+    """The best list of `count` tokens, and what the texts show behind it: each is the best one behind those before it.
 
     The texts with the largest activations are read first, because most candidates fail on them.
     """
@@ -243,12 +246,13 @@ def _search(model: Any, processor: Any, rows: Sequence[Tensor], count: int) -> t
     for _ in range(count):
         front, least = best, None
         for candidate in candidates:
-            measured = _measure(model, rows, (*front, candidate), least)
-            if least is None or measured.order < least:
-                best, least = (*front, candidate), measured.order
+            measured = _measure(model, rows, (*front, candidate), least and least.order)
+            if least is None or measured.order < least.order:
+                best, least = (*front, candidate), measured
                 order = sorted(range(len(rows)), key=measured.of_rows.__getitem__, reverse=True)
                 rows = [rows[place] for place in order]
-    return best
+    assert least is not None
+    return best, least
 
 
 def _candidates(processor: Any, rows: Sequence[Tensor]) -> list[int]:
@@ -398,7 +402,7 @@ def _write(sink: Sink, pair: Pair, score: Tensor | None = None) -> None:
 # -- The step of a conversion ------------------------------------------------------------------------------------------
 
 
-def absorb(run: Run, measure: Callable[[Run], Lost] | None = None) -> None:
+def absorb(run: Run, measure: Callable[[Run], Lost] | None = None, before: Lost | None = None) -> None:
     """Give the variant an absorbed sink, where one can stand in all layers and less is lost with it.
 
     The first token of a text is a sink for the heads, and a swap disturbs it most. With the keys and values of one
@@ -406,13 +410,16 @@ def absorb(run: Run, measure: Callable[[Run], Lost] | None = None) -> None:
 
     Args:
         run: the conversion, with the swap alone.
-        measure: what is lost, and always tried; None tries no sink if the swap alone is within the budget.
+        measure: what is lost in 8 bits, and always tried; None tries no sink if the swap alone is within the budget.
+        before: what `measure` gave without a sink, where nothing but a sink is converted: the loss in 8 bits with it
+            then stands in the report.
     """
     if not _may_have_sink(run) or (measure is None and run.within):
         return
-    tokens = run.apply("choose a sink", partial(_choose_sink, run, measure), measured=False)
+    last = before is not None
+    tokens = run.apply("choose a sink", partial(_choose_sink, run, measure, before), measured=last)
     if tokens is not None:
-        run.apply("sink absorbed", partial(_put_sink, run, tokens), again=True)
+        run.apply("sink absorbed", partial(_put_sink, run, tokens), measured=not last, again=True)
 
 
 def _may_have_sink(run: Run) -> bool:
@@ -443,10 +450,13 @@ def _with_sink(config: ConvertConfig) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-def _choose_sink(run: Run, measure: Callable[[Run], Lost] | None) -> list[int] | None:
+def _choose_sink(run: Run, measure: Callable[[Run], Lost] | None, before: Lost | None) -> list[int] | None:
     """The tokens that serve as a sink, or None. The model stays as it is."""
-    config, before = run.config, run.record[-1].lost if measure is None else measure(run)
-    with run.trial("sink", before, undo=partial(replace_swaps, run.model, config.variant, config.options)):
+    config, name = run.config, "in 8 bits, with a sink"
+    enough = before is not None or not config.budgeted  # else groups of layers may be chosen
+    if before is None:
+        before = run.record[-1].lost if measure is None else measure(run)
+    with run.trial(name, before, undo=partial(replace_swaps, run.model, config.variant, config.options)):
         try:
             _patch_sink(run)
             absorbed = absorb_rows(run.model, config.processor, _first_rows(run))
@@ -454,9 +464,9 @@ def _choose_sink(run: Run, measure: Callable[[Run], Lost] | None) -> list[int] |
             run.say(f"No sink was absorbed: {problem}")
             return None
         lost = run.lost() if measure is None else measure(run)
-    enough = not config.budgeted or config.allows(lost)  # else groups of layers are chosen
-    if enough and lost.degradation < before.degradation:
+    if (enough or config.allows(lost)) and lost.degradation < before.degradation:
         run.say(str(absorbed))
+        run.measured(name, lost)
         return list(absorbed.tokens)
     return None
 

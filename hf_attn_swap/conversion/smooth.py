@@ -323,12 +323,13 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _outputs(installation: Installation, batch: Batch) -> list[Tensor]:
-    """What the model gives: as it is, with the stock attention, and at strength 1."""
+    """What the model gives: as it is, with the stock attention, and at strength 1 if this is another."""
     outputs = list(tensors(forward(installation.root, batch)))
     with installation.stock():
         outputs += tensors(forward(installation.root, batch))
-    with _full(installation):
-        outputs += tensors(forward(installation.root, batch))
+    if any(layer.swap.strength < 1 for layer in installation.layers()):
+        with _full(installation):
+            outputs += tensors(forward(installation.root, batch))
     return outputs
 
 

@@ -43,7 +43,7 @@ def main(folder: str, result: str, batch: int, last: int) -> None:
     )
     stages = [Distil(learning_rate=0.05, hidden=1.0, batch=batch)]
     report = converted(
-        model, "simpletron_resl", rows("bert", 40), output_dir=folder, args=args, stages=stages, tokens=432
+        model, "simpletron", rows("bert", 40), output_dir=folder, args=args, stages=stages, tokens=432
     )
     if args.should_save:
         save_file({name: each.clone().contiguous() for name, each in weights(model).items()}, result)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_attn_swap import convert, patch_model
+from hf_attn_swap import convert, patch_model, quantize
 from hf_attn_swap.conversion import sink as module
 from hf_attn_swap.conversion.run import Run
 from hf_attn_swap.variants.sink import Sink
@@ -119,6 +119,20 @@ def test_a_budget_takes_a_sink_that_is_within(helps: list[float]) -> None:
     assert "sink" not in converted(llama(), "belief", max_loss=0.02).variant
     helps[:] = 1.01, 0.5
     assert names(converted(llama(), "belief", max_loss=0.02)) == ["swap"]
+
+
+@pytest.mark.parametrize("max_loss", [None, 0.02])
+@pytest.mark.parametrize("ratio", [1.2, 1.4])
+def test_a_sink_in_8_bits_is_measured_once(ratio: float, max_loss: float | None, helps: list[float]) -> None:
+    """A budget does not refuse it: channels are smoothed afterwards, and bring the loss within the budget."""
+    helps[:] = 1.3, ratio
+    report = quantize(llama(), ROWS, LETTERS, max_loss=max_loss, progress=False)
+    kept = ratio < 1.3
+    with_sink = "in 8 bits, with a sink" if kept else "in 8 bits, with a sink, taken back"
+    assert names(report)[:2] == ["stock model in 8 bits", with_sink]
+    assert report.steps[1].lost.degradation == pytest.approx(min(1.3, ratio) - 1)
+    assert report.variant == ("sink" if kept else "softmax")
+    assert [row.name.startswith("in 8 bits, smoothed") for row in report.steps].index(True) == 2
 
 
 def test_a_model_that_takes_no_sink_says_why(helps: list[float]) -> None:

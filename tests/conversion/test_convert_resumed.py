@@ -63,7 +63,7 @@ def killed_at(state: dict[str, Any], place: int | str, after: bool, *given: Any,
 
 
 CASES = [  # the last one is how the conversion ends
-    ("bert", "simpletron_resl", {"max_loss": 1e-12, "layers": [0, 2]}, "distil 1"),  # all weights train; named layers
+    ("bert", "simpletron", {"max_loss": 1e-12, "layers": [0, 2]}, "distil 1"),  # all weights train; named layers
     ("bert", "modern_hopfield", {"keep": 0.4}, "distillation taken back"),  # calibration with an order of heads
     ("bert", "belief", {"max_loss": 1e-12, "tokens": 150}, "last group taken back"),  # several groups
     ("llama", "outeffhop+gated", {}, "adapters merged"),  # and parameters of the variant beside the adapters

@@ -39,11 +39,9 @@ def llama() -> Any:
 def test_the_steps_and_what_they_leave(training: bool) -> None:
     report = quantized(model := llama().train(training))
     assert model.training == training
-    assert names(report) == ["stock model in 8 bits", "swap", "in 8 bits", "in 8 bits, smoothed", "8-bit integers"]
+    assert names(report) == ["stock model in 8 bits", "in 8 bits, smoothed", "8-bit integers"]
     loss = {row.name: row.lost.divergence_or_error for row in report.steps}
-    assert loss["swap"] == pytest.approx(0, abs=1e-6)
-    assert loss["in 8 bits"] == pytest.approx(loss["stock model in 8 bits"], rel=1e-3)
-    assert loss["in 8 bits, smoothed"] < loss["in 8 bits"] / 2
+    assert loss["in 8 bits, smoothed"] < loss["stock model in 8 bits"] / 2
     assert loss["8-bit integers"] == pytest.approx(loss["in 8 bits, smoothed"], rel=0.1)
     assert sum(isinstance(module, Int8Linear) for module in model.modules()) == 7 * len(model.model.layers)
     assert any("smoothed" in line.lower() for line in report.notes())
@@ -81,7 +79,7 @@ def test_smoothing_that_loses_more_is_taken_back(monkeypatch: pytest.MonkeyPatch
     before = weights(model := llama())
     monkeypatch.setattr(module, "int8_static", lambda *_: None)
     report = quantized(model)
-    assert seen == [False, False, True]
+    assert seen == [False, True]
     assert names(report)[-2] == "in 8 bits, smoothed, taken back"
     assert "lost more in 8 bits" in str(report)
     assert all(torch.equal(one, before[name]) for name, one in weights(model).items())
