@@ -48,4 +48,6 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(_LATER[name], __name__), name)
     except ModuleNotFoundError as missing:
-        raise ImportError(f'{name} needs {missing.name}: pip install "hf-attn-swap[train]"') from missing
+        from .text.typed import install
+
+        raise ImportError(f"{name} needs {missing.name}: {install('train')}") from missing

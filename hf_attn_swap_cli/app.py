@@ -92,7 +92,9 @@ def _one_line(error: Exception) -> str:
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     message = " ".join(message.split())
     if isinstance(error, ModuleNotFoundError):
-        message += f'; pip install "hf-attn-swap[{EXTRAS.get((error.name or "").partition(".")[0], "train")}]"'
+        from hf_attn_swap.text.typed import install
+
+        message += f"; {install(EXTRAS.get((error.name or '').partition('.')[0], 'train'))}"
     unreachable = type(error).__module__.startswith("httpx")  # the client of huggingface_hub
     if unreachable:
         message = f"the Hub cannot be reached ({message}); check the network"

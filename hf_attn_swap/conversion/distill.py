@@ -42,7 +42,7 @@ def distil(run: Run, selection: LayerSelection) -> None:
     every = list(run.swaps)
     why = COSTLY if config.heads is None else WHOLE
     run.kept = {number: why for number in every if not any(number in group for group in groups)}
-    for place, group in enumerate(groups):
+    for place in range(len(groups)):
         before = run.snapshot() if selection.by_budget else None
         running = list(itertools.chain(*groups[: place + 1]))
         if sorted(running) != sorted(run.layers):  # else these layers together have been measured already

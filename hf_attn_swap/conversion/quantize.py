@@ -32,12 +32,12 @@ from ..quantization.straight_through import straight_through
 from ..variants.softmax import Softmax
 from ..wiring.install import model_root
 from .config import DYNAMIC, ConvertConfig, Distil
-from .convert import convert_steps, started, swap
+from .convert import convert_steps, started
+from .convert import swap as put_variant
 from .distill import exhausted, train
 from .report import ConversionReport
 from .rows import TOKENS
 from .run import Run
-from .sensitivity import LayerSelection
 from .sink import absorb as absorb_if_better
 from .smooth import smooth as smooth_channels
 from .trainable import VECTORS, part_of, vectors_of
@@ -124,19 +124,20 @@ def quantize(
     )
     with started(model, config, data, eval_data, None, output_dir, args, progress) as run:
         _measure_in_8_bits(run, "stock model in 8 bits")
-        selection, heads = LayerSelection([]), None
+        layers_alone = heads_alone = None
         if config.variant == Softmax.name:
-            swap(run, measured=False)
+            put_variant(run, measured=False)
             absorb_if_better(run, lost_in_8_bits, before=run.record[-1].lost)
         else:
-            selection, heads = convert_steps(run, measure=lost_in_8_bits)
+            selection, heads_alone = convert_steps(run, measure=lost_in_8_bits)
+            layers_alone = selection.sensitivity
             if run.swaps:
                 _measure_in_8_bits(run, "in 8 bits")
         if run.swaps:
             run.apply("in 8 bits, smoothed", partial(_smooth, run, run.record[-1].lost), again=True)
             ranges = qat(run)
             integers(run, ranges)
-    return run.report(selection.sensitivity, heads)
+    return run.report(layers_alone, heads_alone)
 
 
 def lost_in_8_bits(run: Run) -> Lost:

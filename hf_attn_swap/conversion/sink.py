@@ -246,7 +246,7 @@ def _search(model: Any, processor: Any, rows: Sequence[Tensor], count: int) -> t
     for _ in range(count):
         front, least = best, None
         for candidate in candidates:
-            measured = _measure(model, rows, (*front, candidate), least and least.order)
+            measured = _measure(model, rows, (*front, candidate), None if least is None else least.order)
             if least is None or measured.order < least.order:
                 best, least = (*front, candidate), measured
                 order = sorted(range(len(rows)), key=measured.of_rows.__getitem__, reverse=True)

@@ -20,6 +20,7 @@ from ..conversion.quantize import quantize
 from ..conversion.report import ConversionReport
 from ..layer.calibration import FITS
 from ..layer.registry import parse, parse_options
+from ..text.typed import install
 from ..variants.softmax import Softmax
 from ..writing import claimed, saved_whole, sibling, told_where
 from .card import RECALL, render
@@ -141,7 +142,7 @@ def convert_checkpoint(
         if quantized and not is_compressed_tensors_available():
             raise ImportError(
                 "compressed-tensors is not installed, and the saved integers could not be loaded without it; "
-                'pip install "hf-attn-swap[quant]".'
+                f"{install('quant')}."
             )
         rows, held = data()
         notify(f"loading {source} as {auto.__name__}")

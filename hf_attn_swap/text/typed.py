@@ -1,10 +1,15 @@
-"""Turns text that a user types, such as "0-5,7" and "key=value", into arguments of `patch_model`."""
+"""What a user types: text such as "0-5,7" becomes arguments of `patch_model`; and how to install an extra."""
 
 from __future__ import annotations
 
 import json
 import os
 from typing import Any
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra of this package; it needs no release."""
+    return f'pip install "hf-attn-swap[{extra}] @ git+https://github.com/hf-attn-swap/hf-attn-swap"'
 
 
 def parse_layers(text: str | None) -> list[int] | None:

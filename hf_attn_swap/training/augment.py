@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, default_data_collator
 from transformers.models.vit.modeling_vit import ViTLayer
 
+from ..text.typed import install
+
 LEVELS = 11  # magnitudes of RandAugment: 0 to 10, as timm counts them, with which ViTs are usually trained
 
 
@@ -122,7 +124,7 @@ def _torchvision() -> Any:
         import torchvision.transforms.v2  # not imported by the package
     except (ImportError, RuntimeError) as problem:  # a build for another torch lacks its operators
         raise ImportError(
-            "augmented images, mixup, cutmix and --drop_path need a torchvision that fits torch: pip install "
-            f'"hf-attn-swap[augment]" ({problem}).'
+            "augmented images, mixup, cutmix and --drop_path need a torchvision that fits torch: "
+            f"{install('augment')} ({problem})."
         ) from problem
     return torchvision

@@ -259,7 +259,7 @@ def test_quantize_needs_what_loads_its_result(
     monkeypatch.setattr(converted, "is_compressed_tensors_available", lambda: False)
     outcome = command("quantize", tiny_bert, tmp_path / "out", "--data", texts)
     assert outcome.code == 2
-    assert 'pip install "hf-attn-swap[quant]"' in outcome.err
+    assert 'pip install "hf-attn-swap[quant] @ git+https://' in outcome.err
     assert not (tmp_path / "out").exists()
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 from transformers import AutoTokenizer, BertModel, ViTConfig, ViTForImageClassification
 
 from hf_attn_swap import patch_model
+from hf_attn_swap.text.typed import install
 
 Command = Callable[..., Any]
 
@@ -159,4 +160,4 @@ def test_a_missing_package_names_the_extra(
     monkeypatch.setattr(sys.modules["hf_attn_swap_cli.app"], "app", fails)
     refused = command("report")
     assert refused.code == 2
-    assert refused.err == f'error: No module named {module!r}; pip install "hf-attn-swap[{extra}]"\n'
+    assert refused.err == f"error: No module named {module!r}; {install(extra)}\n"

@@ -8,6 +8,7 @@ import hf_attn_swap
 from hf_attn_swap.conversion.convert import convert
 from hf_attn_swap.conversion.quantize import quantize
 from hf_attn_swap.conversion.sensitivity import layer_sensitivity
+from hf_attn_swap.text.typed import install
 from tests.harness.process import python
 
 
@@ -30,4 +31,4 @@ def test_a_star_import_needs_no_extra() -> None:
 
 def test_a_missing_extra_is_named() -> None:
     told = without_peft("try:\n    from hf_attn_swap import convert\nexcept ImportError as error:\n    print(error)")
-    assert told == 'convert needs peft: pip install "hf-attn-swap[train]"'
+    assert told == f"convert needs peft: {install('train')}"
