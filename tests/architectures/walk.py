@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from hf_attn_swap import patch_model, set_strength, unpatch_model
 from hf_attn_swap.families import obstacle, sites
 from hf_attn_swap.layer.swap import Phase, Swap
+from tests.contract.harness import perturb
 
 from .cached import Decoding, decodings
 from .probe import Probe, Seen, distance, find_probes, in_double, run_and_watch, same_bits
@@ -28,6 +30,7 @@ from .tiny import NotBuiltError, build, configurations, one_line
 
 # One variant of each place, and of each way to compute at this place.
 VARIANTS = ("outeffhop", "clipped_softmax", "sparsemax", "belief", "belief_star", "modern_hopfield", "simpletron_resl")
+OPTIONS = {"window": {"window": 2, "sinks": 1}}  # so that short inputs have hidden keys
 EXACT, PART, REFUSED = "exact", "exact in part", "refused"
 LATE, WRONG, NOT_BUILT = "refused late", "wrong", "not built"
 TOLERANCE = 1e-5  # fp32, relative to the largest output
@@ -205,6 +208,7 @@ def _compare(stock: Stock, variant: str) -> Outcome:
     with _stock_warnings():
         patched = copy.deepcopy(stock.model)
         refusal = _patch(patched, variant)
+        perturb(patched)  # a gate starts as no gate
         swapped = {path for path, module in patched.named_modules() if _is_swapped(module)}
         reached = [bool(swapped.intersection(probe.reached)) for probe in stock.probes]
 
@@ -282,15 +286,16 @@ def _furthest(got: list[Seen], wanted: list[Seen]) -> float:
 
 def _patch(model: PreTrainedModel, variant: str) -> str | None:
     """Patch all layers, or else each layer that lets itself be patched; the sentence of the first refusal, or None."""
+    options: dict[str, Any] = OPTIONS.get(variant, {})
     try:
-        patch_model(model, variant, strength=0.0)
+        patch_model(model, variant, strength=0.0, **options)
     except ValueError as first:
         sentence = one_line(first, OUR_OWN)
     else:
         return None
     for layer in range(sum(site.usable for site in sites(model))):
         with contextlib.suppress(ValueError):  # the same refusal as the first, for another layer
-            patch_model(model, variant, strength=0.0, layers=[layer])
+            patch_model(model, variant, strength=0.0, layers=[layer], **options)
     return sentence
 
 

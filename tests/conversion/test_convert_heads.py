@@ -141,6 +141,7 @@ def test_a_layer_whose_heads_all_stay_has_no_swap(monkeypatch: pytest.MonkeyPatc
     report = converted(model, "window", text(), heads="auto", keep=1 / 3, **FAST, **WINDOW)
     assert report.layers == (0, 2)
     assert "Layer 1 kept its own attention: all its heads keep all keys." in report.notes()
+    assert not any("chosen" in name for name in names(report)[2:]), "these layers together were measured once"
     assert [layer.number for layer in installation_of(model).layers()] == [0, 2]
 
 
