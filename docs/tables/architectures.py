@@ -2,7 +2,7 @@
 
 The record, `architectures.json`, is what the tables of the page `docs/architectures.md` are made from.
 
-The models are tiny and have random weights; a run takes about half an hour on one core. `--outcomes FILE.jsonl` keeps
+The models are tiny and have random weights; a run takes about an hour on one core. `--outcomes FILE.jsonl` keeps
 each outcome as it comes: a run that was stopped goes on from there, and a whole file writes the record at once.
 """
 
