@@ -124,7 +124,7 @@ def test_a_budget_takes_a_sink_that_is_within(helps: list[float]) -> None:
 @pytest.mark.parametrize("max_loss", [None, 0.02])
 @pytest.mark.parametrize("ratio", [1.2, 1.4])
 def test_a_sink_in_8_bits_is_measured_once(ratio: float, max_loss: float | None, helps: list[float]) -> None:
-    """A budget does not refuse it: channels are smoothed afterwards, and bring the loss within the budget."""
+    """A budget does not refuse it: channels that are smoothed afterwards may bring the loss within it."""
     helps[:] = 1.3, ratio
     report = quantize(llama(), ROWS, LETTERS, max_loss=max_loss, progress=False)
     kept = ratio < 1.3
