@@ -42,7 +42,8 @@ def main(folder: str, result: str, batch: int, last: int) -> None:
         output_dir=folder, report_to="none", optim="sgd", use_cpu=True, max_grad_norm=0.0, ddp_backend=backend
     )
     stages = [Distil(learning_rate=0.05, hidden=1.0, batch=batch)]
-    report = converted(model, "simpletron", rows("bert", 40), output_dir=folder, args=args, stages=stages, tokens=432)
+    settings = {"output_dir": folder, "args": args, "stages": stages, "tokens": 432, "fit": "gain"}
+    report = converted(model, "simpletron_resl", rows("bert", 40), **settings)
     if args.should_save:
         save_file({name: each.clone().contiguous() for name, each in weights(model).items()}, result)
         Path(result).with_suffix(".json").write_text(json.dumps(timeless(report)))
