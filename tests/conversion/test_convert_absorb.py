@@ -123,9 +123,13 @@ def test_a_budget_takes_a_sink_that_is_within(helps: list[float]) -> None:
 
 @pytest.mark.parametrize("max_loss", [None, 0.02])
 @pytest.mark.parametrize("ratio", [1.2, 1.4])
-def test_a_sink_in_8_bits_is_measured_once(ratio: float, max_loss: float | None, helps: list[float]) -> None:
+def test_a_sink_in_8_bits_is_measured_once(
+    ratio: float, max_loss: float | None, helps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A budget does not refuse it: channels that are smoothed afterwards may bring the loss within it."""
     helps[:] = 1.3, ratio
+    measured, calls = Run.lost, []
+    monkeypatch.setattr(Run, "lost", lambda state: calls.append(state) or measured(state))
     report = quantize(llama(), ROWS, LETTERS, max_loss=max_loss, progress=False)
     kept = ratio < 1.3
     with_sink = "in 8 bits, with a sink" if kept else "in 8 bits, with a sink, taken back"
@@ -133,6 +137,14 @@ def test_a_sink_in_8_bits_is_measured_once(ratio: float, max_loss: float | None,
     assert report.steps[1].lost.degradation == pytest.approx(min(1.3, ratio) - 1)
     assert report.variant == ("sink" if kept else "softmax")
     assert [row.name.startswith("in 8 bits, smoothed") for row in report.steps].index(True) == 2
+    assert len(calls) == 4, "stock, with a sink, smoothed, in integers"
+
+
+def test_a_model_that_takes_no_sink_is_rounded_without_one() -> None:
+    report = quantize(fresh("opt", torch.float32, head="lm"), ROWS, LETTERS, progress=False)
+    assert names(report)[:2] == ["stock model in 8 bits", "in 8 bits, with a sink, taken back"]
+    assert report.steps[1].lost == report.steps[0].lost
+    assert any("positions do not count relatively" in line for line in report.notes())
 
 
 def test_a_model_that_takes_no_sink_says_why(helps: list[float]) -> None:
